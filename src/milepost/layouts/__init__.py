@@ -1,0 +1,44 @@
+"""On-disk layouts: what the files of a checkpoint say, drawn as a TensorIndex.
+
+torchfile, pickles, dtensor   torch.save archives as byte ranges, read without torch and without running anything
+fsdp                          one set of files a rank: verl's layout
+huggingface                   safetensors directories
+locate                        from a run, step or role directory to the role directory that is meant
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from milepost.errors import CallError, NotFoundError
+from milepost.index import TensorIndex
+from milepost.layouts.base import Layout
+from milepost.layouts.fsdp import FsdpLayout
+from milepost.layouts.huggingface import HuggingFaceLayout
+
+LAYOUTS: tuple[Layout, ...] = (FsdpLayout(), HuggingFaceLayout())
+"""Every layout that can be read, in the order in which `auto` asks them."""
+
+
+def find_layout(directory: Path, backend: str = "auto") -> Layout | None:
+    """The layout of a directory, or None where no layout knows it. CallError for a backend that does not exist."""
+    if backend == "auto":
+        return next((layout for layout in LAYOUTS if layout.recognises(directory)), None)
+    for layout in LAYOUTS:
+        if layout.name == backend:
+            return layout if layout.recognises(directory) else None
+    raise CallError(f"--backend {backend}: choose from auto, {', '.join(layout.name for layout in LAYOUTS)}")
+
+
+def open_directory(directory: Path, backend: str = "auto") -> TensorIndex:
+    """The index of one role's directory, or of a Hugging Face model directory."""
+    if not directory.is_dir():
+        raise NotFoundError(f"{directory}: no such directory")
+    layout = find_layout(directory, backend)
+    if layout is None:
+        known = "of a layout that milepost reads" if backend == "auto" else f"of backend {backend}"
+        raise NotFoundError(f"{directory}: holds no checkpoint {known}; give a run, step or role directory")
+    return layout.open(directory)
+
+
+__all__ = ["LAYOUTS", "Layout", "find_layout", "open_directory"]

@@ -1,0 +1,131 @@
+"""DTensors of a pickle as boxes: which part of the global tensor a rank's local tensor is.
+
+A DTensor is cut along mesh dimensions from left to right: `Shard(d)` on a mesh dimension of size n cuts tensor
+dimension d by the rule of `torch.chunk` (parts of ceil(size / n), the last ones smaller or empty). `_StridedShard`
+(FSDP over tensor parallelism) is cut *after* the later mesh dimensions whose sizes multiply to its split factor; taking
+it from left to right would give right sizes at wrong offsets for uneven shards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.errors import DamagedError
+from milepost.index import Box, Shape
+from milepost.layouts.pickles import Record, TensorRef
+
+_DTENSOR = "torch.distributed.tensor.DTensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh as one rank pickled it: sizes and names of its dimensions, and the rank's own number and place."""
+
+    sizes: Shape
+    names: tuple[str, ...]
+    rank: int | None
+    coordinate: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedRef:
+    """One rank's part of a DTensor: the part's bytes, the global shape, the box that the part is, and the mesh."""
+
+    local: TensorRef
+    shape: Shape
+    box: Box
+    mesh: Mesh
+
+
+def sharded_ref(value: Any) -> ShardedRef | None:
+    """What a value of a state dict says of its box, or None where it is no DTensor."""
+    if not isinstance(value, Record) or value.kind != _DTENSOR:
+        return None
+    local, spec = value.field("_local_tensor"), value.field("_spec")
+    if not isinstance(local, TensorRef) or not isinstance(spec, Record):
+        raise DamagedError("a DTensor without a local tensor")
+    mesh = _mesh(spec.field("mesh"))
+    shape = _shape(spec.field("tensor_meta"))
+    box = local_box(shape, _cuts(spec.field("placements"), mesh.sizes), mesh)
+    if box.sizes != local.shape:
+        raise DamagedError(
+            f"a local tensor of shape {list(local.shape)} where mesh and placement give {list(box.sizes)}"
+        )
+    return ShardedRef(local, shape, box, mesh)
+
+
+def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
+    """The box of the rank at `mesh.coordinate`. `cuts`: tensor dimension -> the mesh dimensions that cut it, in order."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, mesh_dims in cuts.items():
+        if not 0 <= dim < len(shape):
+            raise DamagedError(f"a tensor of {len(shape)} dimensions sharded along dimension {dim}")
+        for mesh_dim in mesh_dims:
+            part = -(-sizes[dim] // mesh.sizes[mesh_dim])
+            start = min(part * mesh.coordinate[mesh_dim], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(part, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _cuts(placements: Any, mesh_sizes: Shape) -> dict[int, list[int]]:
+    if not isinstance(placements, tuple | list) or len(placements) != len(mesh_sizes):
+        raise DamagedError(f"placements {placements!r} on a mesh of {len(mesh_sizes)} dimensions")
+    shards: dict[int, list[tuple[int, int]]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        kind = placement.kind.rpartition(".")[2] if isinstance(placement, Record) else "?"
+        if kind in ("Shard", "_StridedShard"):
+            fields = placement.fields() or dict(zip(("dim", "split_factor"), placement.args, strict=False))
+            factor = int(fields["split_factor"]) if kind == "_StridedShard" else 1
+            shards.setdefault(int(fields["dim"]), []).append((mesh_dim, factor))
+        elif kind != "Replicate":
+            raise DamagedError(f"placement {kind} on mesh dimension {mesh_dim}: its values are sums still to be made")
+    return {dim: _order(cuts, mesh_sizes) for dim, cuts in shards.items()}
+
+
+def _order(cuts: list[tuple[int, int]], mesh_sizes: Shape) -> list[int]:
+    """Mesh dimensions in the order in which they cut: each after the later ones that its split factor covers."""
+    order: list[int] = []
+    for mesh_dim, factor in reversed(cuts):
+        position, covered = 0, 1
+        while covered < factor and position < len(order):
+            covered *= mesh_sizes[order[position]]
+            position += 1
+        if covered != factor:
+            raise DamagedError(f"split factor {factor} does not match a mesh of sizes {list(mesh_sizes)}")
+        order.insert(position, mesh_dim)
+    return order
+
+
+def _shape(meta: Any) -> Shape:
+    if not isinstance(meta, Record):
+        raise DamagedError("a DTensor without a global shape")
+    shape = meta.args[0] if meta.args else meta.field("shape")
+    return tuple(int(size) for size in shape)
+
+
+def _mesh(record: Any) -> Mesh:
+    if not isinstance(record, Record):
+        raise DamagedError("a DTensor without a mesh")
+    fields = record.fields()
+    if "_layout" in fields:
+        sizes = _layout_sizes(fields["_layout"])
+    elif isinstance(fields.get("mesh"), TensorRef):
+        sizes = fields["mesh"].shape  # torch before 2.9 pickles the mesh as a tensor of ranks
+    else:
+        raise DamagedError("a device mesh without sizes")
+    coordinate = fields.get("_coordinate_on_dim")
+    if coordinate is None or len(coordinate) != len(sizes):
+        raise DamagedError("a device mesh that does not say where its rank stands")
+    names = fields.get("_mesh_dim_names") or fields.get("mesh_dim_names") or ()
+    rank = fields.get("_rank")
+    return Mesh(sizes, tuple(map(str, names)), rank, tuple(int(c) for c in coordinate))
+
+
+def _layout_sizes(layout: Any) -> Shape:
+    return tuple(
+        math.prod(sizes) if isinstance(sizes := axis.field("shape"), tuple) else int(sizes)
+        for axis in layout.field("axes")
+    )

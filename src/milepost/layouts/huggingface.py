@@ -1,0 +1,186 @@
+"""The Hugging Face layout: safetensors files, their index, and the model's small companion files.
+
+    model.safetensors                          or model-0000i-of-0000n.safetensors + model.safetensors.index.json
+    config.json generation_config.json tokenizer*, chat_template.jinja, *processor*.json, *.py
+
+A safetensors file is a header (u64 length, JSON: name -> dtype, shape, data_offsets) and the tensors' bytes. A
+directory with `pytorch_model.bin` is read too. Format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from milepost.errors import DamagedError, IncompleteError, NotFoundError
+from milepost.index import DTYPES, Box, ByteSource, Chunk, TensorEntry, TensorIndex, contiguous_strides
+from milepost.layouts.pickles import TensorRef
+from milepost.layouts.torchfile import TorchFile
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+TORCH_WEIGHTS = "pytorch_model.bin"
+TORCH_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
+SUBDIRECTORY = "huggingface"
+"""Where a role directory of other layouts keeps the companions."""
+
+MAX_HEADER = 100_000_000
+"""Longest header that safetensors' own reader takes, in bytes."""
+
+_BY_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES.values()}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+class HuggingFaceLayout:
+    """Reader of a Hugging Face model directory."""
+
+    name = "huggingface"
+
+    def recognises(self, directory: Path) -> bool:
+        """Whether weights in one of the known forms lie here."""
+        return any((directory / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX, TORCH_WEIGHTS, TORCH_WEIGHTS_INDEX))
+
+    def open(self, directory: Path) -> TensorIndex:
+        """The index of the weights under the names that the files have."""
+        for index_name, single, read in (
+            (WEIGHTS_INDEX, WEIGHTS, read_safetensors),
+            (TORCH_WEIGHTS_INDEX, TORCH_WEIGHTS, _read_torch),
+        ):
+            if (directory / index_name).exists():
+                weight_map = _weight_map(directory / index_name)
+                files = tuple(directory / name for name in sorted(set(weight_map.values())))
+                missing = [file.name for file in files if not file.exists()]
+                if missing:
+                    raise IncompleteError(f"{directory}: {index_name} names {', '.join(missing)}, missing here")
+                entries = {name: entry for file in files for name, entry in read(file).items()}
+                lost = sorted(set(weight_map) - set(entries))
+                if lost:
+                    raise IncompleteError(
+                        f"{directory}: {index_name} promises {lost[0]}, which {weight_map[lost[0]]} lacks"
+                    )
+                return TensorIndex(entries, self.name, files)
+            if (directory / single).exists():
+                return TensorIndex(read(directory / single), self.name, (directory / single,))
+        raise NotFoundError(f"{directory}: no {WEIGHTS} and no {WEIGHTS_INDEX} here")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path}: not an index of weights ({error})") from None
+    for file in names.values():
+        if Path(file).name != file:
+            raise DamagedError(f"{path}: names {file}, which is no file of this directory")
+    return names
+
+
+def read_safetensors(path: Path) -> dict[str, TensorEntry]:
+    """Entries of one safetensors file, in the order of its header; every range is checked against the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if 8 + length > size or length > MAX_HEADER:
+            raise DamagedError(f"{path}: too short for its own header; it was truncated or is no safetensors file")
+        try:
+            header = json.loads(file.read(length))
+            items = [(name, value) for name, value in header.items() if name != "__metadata__"]
+            return {str(name): _safetensors_entry(path, name, value, 8 + length, size) for name, value in items}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{path}: its header cannot be read ({error})") from None
+
+
+def _safetensors_entry(path: Path, name: str, value: dict[str, Any], base: int, size: int) -> TensorEntry:
+    start, end = value["data_offsets"]
+    dtype = _BY_CODE.get(value["dtype"])
+    if dtype is None:
+        raise DamagedError(f"{path}: {name} has the unknown type {value['dtype']}")
+    shape = tuple(int(n) for n in value["shape"])
+    source = ByteSource(str(path), base + start, contiguous_strides(shape))
+    entry = TensorEntry(dtype, shape, (Chunk(Box.whole(shape), source),))
+    if end - start != entry.nbytes or start < 0 or base + end > size:
+        raise DamagedError(
+            f"{path}: {name} should hold {entry.nbytes} bytes at {start}:{end}, the file ends at {size - base}"
+        )
+    return entry
+
+
+def _read_torch(path: Path) -> dict[str, TensorEntry]:
+    file = TorchFile(path)
+    if not isinstance(file.root, dict):
+        raise DamagedError(f"{path}: holds no state dict")
+    return {str(name): file.entry(value) for name, value in file.root.items() if isinstance(value, TensorRef)}
+
+
+def companion_files(directory: Path) -> list[Path]:
+    """The small files that travel with the weights, byte for byte: everything here that is no weight and no index of
+    weights, such as configs, tokenizer, chat templates, processors and code named by the config."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
+        and path.name not in _OURS
+    )
+
+
+_OURS = {"README.md", "training_args.bin", "milepost_base.json"}
+
+
+def find_companions(role_directory: Path) -> Path | None:
+    """Where a role directory's companions lie: in `huggingface/`, in the older sibling `<role>_huggingface`, or in it."""
+    candidates = (
+        role_directory / SUBDIRECTORY,
+        role_directory.with_name(f"{role_directory.name}_{SUBDIRECTORY}"),
+        role_directory,
+    )
+    return next((path for path in candidates if (path / CONFIG).is_file()), None)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a directory."""
+    path = directory / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file; give the model's directory with --hf_model_path") from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise DamagedError(f"{path}: not a JSON object")
+    return config
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file for (name, dtype, shape) in this order, and each tensor's byte offset in the file.
+
+    The JSON is padded with spaces so that the data begins at a multiple of 8, as the format asks.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    position = 0
+    for name, dtype, shape in tensors:
+        nbytes = TensorEntry(dtype, shape, ()).nbytes
+        header[name] = {
+            "dtype": DTYPES[dtype].safetensors,
+            "shape": list(shape),
+            "data_offsets": [position, position + nbytes],
+        }
+        offsets[name] = position
+        position += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: len(head) + offset for name, offset in offsets.items()}
+
+
+def is_model_directory(directory: Path) -> bool:
+    """Whether transformers could load a model from here: a config and weights."""
+    return (directory / CONFIG).is_file() and HuggingFaceLayout().recognises(directory)

@@ -1,0 +1,130 @@
+"""Files of `torch.save` (`.pt`) as byte ranges, read without torch.
+
+Such a file is a zip archive whose records are stored uncompressed: `<name>/data.pkl`, a pickle of the object graph,
+and one record `<name>/data/<key>` a storage. A tensor is a view of a storage (offset, sizes, strides), so its bytes
+are a range of the file: record start + storage offset x element size. The pickle is read by `milepost.layouts.pickles`
+and runs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from milepost.errors import DamagedError, NotFoundError
+from milepost.index import Box, ByteSource, Chunk, TensorEntry, itemsize, read_exactly
+from milepost.layouts import pickles
+from milepost.layouts.pickles import TensorRef
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record of the archive: name, first byte, size in bytes, and its CRC-32."""
+
+    name: str
+    start: int
+    size: int
+    crc32: int
+
+
+class TorchFile:
+    """An opened `.pt` archive: its object graph, with tensors as references to byte ranges.
+
+    Raises DamagedError where the file is truncated or is no such archive, RefusedError where its pickle names a global
+    that no checkpoint needs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: dict[str, ZipRecord] = {}
+        try:
+            with path.open("rb") as file:
+                self._read_directory(file.fileno(), zipfile.ZipFile(file).infolist())
+                self.root = pickles.load(self._read_record(file.fileno(), "data.pkl"), str(path))
+        except FileNotFoundError:
+            raise NotFoundError(f"{path}: no such file") from None
+        except (zipfile.BadZipFile, zipfile.LargeZipFile, struct.error, UnicodeDecodeError) as error:
+            raise DamagedError(f"{path}: not a whole torch.save archive ({error}){_hint(path)}") from None
+
+    def _read_directory(self, fd: int, infos: list[zipfile.ZipInfo]) -> None:
+        end = os.fstat(fd).st_size
+        for info in infos:
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise DamagedError(f"{self.path}: record {info.filename} is compressed; torch.save never does that")
+            magic, name_length, extra_length = _LOCAL_HEADER.unpack(os.pread(fd, 30, info.header_offset))
+            start = info.header_offset + 30 + name_length + extra_length
+            if magic != b"PK\x03\x04" or start + info.file_size > end:
+                raise DamagedError(f"{self.path}: record {info.filename} reaches outside the file")
+            # Names are `<archive name>/<record>`; the archive's own name means nothing.
+            name = info.filename.partition("/")[2]
+            self._records[name] = ZipRecord(name, start, info.file_size, info.CRC)
+        byteorder = self._records.get("byteorder")
+        if byteorder is not None and os.pread(fd, byteorder.size, byteorder.start) != b"little":
+            raise DamagedError(f"{self.path}: written on a big-endian machine, which milepost does not read")
+
+    def _read_record(self, fd: int, name: str) -> bytes:
+        record = self._records.get(name)
+        if record is None:
+            raise DamagedError(f"{self.path}: has no record {name}, so torch.save did not write it whole")
+        buffer = bytearray(record.size)
+        read_exactly(fd, memoryview(buffer), record.start, str(self.path))
+        return bytes(buffer)
+
+    def records(self) -> Iterator[ZipRecord]:
+        """Every record of the archive, for checks of their CRC-32."""
+        yield from self._records.values()
+
+    def bad_records(self, block: int = 1 << 20) -> Iterator[str]:
+        """Names of records whose bytes do not have the CRC-32 that the archive notes; reads the whole file."""
+        with self.path.open("rb", buffering=0) as file:
+            for record in self._records.values():
+                crc = 0
+                for start in range(0, record.size, block):
+                    crc = zlib.crc32(
+                        os.pread(file.fileno(), min(block, record.size - start), record.start + start), crc
+                    )
+                if crc != record.crc32:
+                    yield record.name
+
+    def chunk(self, ref: TensorRef, offsets: tuple[int, ...] | None = None) -> Chunk:
+        """The bytes of a tensor as the chunk of a larger one that begins at `offsets` (default: its corner)."""
+        size = itemsize(ref.dtype)
+        box = Box(offsets or (0,) * len(ref.shape), ref.shape)
+        chunk = Chunk(box, ByteSource(str(self.path), 0, ref.strides))
+        if not box.volume:
+            return chunk
+        record = self._records.get(f"data/{ref.storage.key}")
+        if record is None or (ref.offset + chunk.span()) * size > record.size:
+            raise DamagedError(
+                f"{self.path}: a tensor of shape {list(ref.shape)} reaches outside storage {ref.storage.key}"
+            )
+        return Chunk(box, ByteSource(str(self.path), record.start + ref.offset * size, ref.strides))
+
+    def entry(self, ref: TensorRef) -> TensorEntry:
+        """A tensor of its own."""
+        return TensorEntry(ref.dtype, ref.shape, (self.chunk(ref),))
+
+    def plain(self, value: Any) -> Any:
+        """A part of the object graph as plain containers, numbers and numpy arrays."""
+        return pickles.plain(value, self._array)
+
+    def _array(self, ref: TensorRef) -> np.ndarray[Any, Any]:
+        return self.entry(ref).numpy()
+
+
+def _hint(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head[:1] == b"\x80":
+        return "; it is a pickle of torch older than 1.6: load and save it once with a newer torch"
+    return "; it was truncated or is another kind of file: copy it again or use another step"

@@ -1,0 +1,236 @@
+"""The config of a run: defaults, then a YAML file, then `key=value` overrides, merged and checked.
+
+    config = load_config(Path("my.yaml"), ["trainer.total_training_steps=20", "data.train_files=[a.jsonl,b.jsonl]"])
+    config.trainer.default_local_dir        # interpolations such as ${trainer.project_name} are resolved
+
+Keys, defaults and meanings stand in `schema.py`. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from milepost.errors import ConfigError, NotFoundError
+from milepost.trainer.config_text import config_yaml, json_schema, render_yaml
+from milepost.trainer.fields import ConfigKey, config_keys, config_sections, current_name, unknown_key
+from milepost.trainer.overrides import Override, parse_override, parse_value
+from milepost.trainer.schema import TrainConfig
+
+__all__ = ["ConfigRow", "TrainConfig", "config_yaml", "describe", "json_schema", "load_config", "render_yaml"]
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """One line of `milepost config`; `origin` is default, file or override."""
+
+    key: str
+    value: Any
+    type: str
+    meaning: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What somebody set a key to, and where: `file my.yaml` or `override a=b`."""
+
+    value: Any
+    origin: str
+
+
+def load_config(config_file: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Merge the defaults, `config_file` and `overrides`.
+
+    Args:
+        config_file: YAML with any of the keys; the others keep their default.
+        overrides: `key=value`, `+key=value` and `++key=value` set a key, `~key` gives it back its default. The
+            last one wins.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: a key is unknown, a value has the wrong type or range, or two values contradict each other.
+    """
+    said = _said(config_file, overrides)
+    nested: dict[str, Any] = {}
+    for name, value in _resolved(said).items():
+        *sections, last = name.split(".")
+        place = nested
+        for part in sections:
+            place = place.setdefault(part, {})
+        place[last] = value
+    typed = OmegaConf.structured(TrainConfig)
+    _unlock(typed)
+    config = cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(typed, nested)))
+    _check_together(config)
+    return config
+
+
+def describe(config_file: Path | None, overrides: Sequence[str] = ()) -> list[ConfigRow]:
+    """The merged config key by key, with where each value comes from. Raises as `load_config` does."""
+    load_config(config_file, overrides)
+    said = _said(config_file, overrides)
+    return [
+        ConfigRow(
+            key=name,
+            value=value,
+            type=config_keys()[name].type_name,
+            meaning=config_keys()[name].meaning,
+            origin=said[name].origin.split(" ")[0] if name in said else "default",
+        )
+        for name, value in _resolved(said).items()
+    ]
+
+
+def _said(config_file: Path | None, overrides: Sequence[str]) -> dict[str, _Said]:
+    said = {} if config_file is None else _from_file(config_file)
+    for text in overrides:
+        _apply(parse_override(text), said)
+    return said
+
+
+def _from_file(path: Path) -> dict[str, _Said]:
+    origin = f"file {path}"
+    if not path.is_file():
+        raise NotFoundError(f"config file {path} does not exist")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{origin}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{origin}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{origin}: expected sections with keys, got a list")
+    said: dict[str, _Said] = {}
+    _flatten(content, "", origin, said)
+    return said
+
+
+def _flatten(content: Mapping[Any, Any], prefix: str, origin: str, said: dict[str, _Said]) -> None:
+    """Enter the keys of a nested mapping into `said`, by their dotted names."""
+    for part, value in content.items():
+        name = current_name(f"{prefix}{part}")
+        if name in config_keys():
+            said[name] = _Said(value, origin)
+        elif name not in config_sections():
+            raise unknown_key(name, origin)
+        elif isinstance(value, dict):
+            _flatten(value, f"{name}.", origin, said)
+        elif value is not None:
+            raise ConfigError(f"{origin}: {name} is a section, it cannot be {value!r}")
+
+
+def _apply(override: Override, said: dict[str, _Said]) -> None:
+    origin = f"override {override.text}"
+    name, inner = _split_mapping_key(current_name(override.key))
+    if override.delete:
+        _delete(override, name, inner, said)
+        return
+    key = config_keys().get(name)
+    words_are_text = key is not None and key.element is str and key.shape is not dict
+    value = parse_value(override.value or "", words_are_text=words_are_text)
+    if key is None and name in config_sections() and isinstance(value, dict):
+        _flatten(value, f"{name}.", origin, said)
+    elif key is None and name in config_sections():
+        raise ConfigError(f"{origin}: {name} is a section, it cannot be {value!r}")
+    elif key is None:
+        raise unknown_key(name, origin)
+    elif inner:
+        before = said[name].value if name in said else key.default
+        said[name] = _Said(_with_inner(before, inner, value), origin)
+    else:
+        said[name] = _Said(value, origin)
+
+
+def _delete(override: Override, name: str, inner: list[str], said: dict[str, _Said]) -> None:
+    """`~key`: what was said of it, or of a whole section, is taken back; `~key=value` only if it was that."""
+    origin = f"override {override.text}"
+    if name not in config_keys() and name not in config_sections():
+        raise unknown_key(name, origin)
+    there = [k for k in said if k == name or k.startswith(f"{name}.")]
+    if override.value is not None:
+        expected = parse_value(override.value)
+        current = said[name].value if name in said else getattr(config_keys().get(name), "default", None)
+        if inner or current != expected:
+            raise ConfigError(f"{origin}: {override.key} is {current!r}, not {expected!r}; nothing taken back")
+    if inner:
+        before = said[name].value if name in said else {}
+        said[name] = _Said(_without_inner(before, inner, origin), origin)
+        return
+    for k in there:
+        del said[k]
+
+
+def _split_mapping_key(name: str) -> tuple[str, list[str]]:
+    """Split `data.apply_chat_template_kwargs.a.b` behind the key that holds a free mapping."""
+    for key in config_keys().values():
+        if key.shape is dict and name.startswith(f"{key.name}."):
+            return key.name, name.removeprefix(f"{key.name}.").split(".")
+    return name, []
+
+
+def _with_inner(mapping: Any, inner: Sequence[str], value: object) -> dict[str, Any]:
+    copy = dict(mapping) if isinstance(mapping, dict) else {}
+    copy[inner[0]] = _with_inner(copy.get(inner[0]), inner[1:], value) if inner[1:] else value
+    return copy
+
+
+def _without_inner(mapping: Any, inner: Sequence[str], origin: str) -> dict[str, Any]:
+    if not isinstance(mapping, dict) or inner[0] not in mapping:
+        raise ConfigError(f"{origin}: there is no such entry")
+    copy = dict(mapping)
+    if inner[1:]:
+        copy[inner[0]] = _without_inner(copy[inner[0]], inner[1:], origin)
+    else:
+        del copy[inner[0]]
+    return copy
+
+
+def _resolved(said: Mapping[str, _Said]) -> dict[str, Any]:
+    """Every key with its final value: interpolations resolved, types and ranges checked."""
+    raw = OmegaConf.create({})
+    for name, key in config_keys().items():
+        OmegaConf.update(raw, name, said[name].value if name in said else key.default, force_add=True)
+    return {name: _final(raw, key, said.get(name)) for name, key in config_keys().items()}
+
+
+def _final(raw: Any, key: ConfigKey, said: _Said | None) -> Any:
+    origin = f"{said.origin}: " if said else ""
+    try:
+        value = OmegaConf.select(raw, key.name, throw_on_resolution_failure=True)
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{origin}{key.name}: {str(error).splitlines()[0]}") from error
+    before = said.value if said else key.default
+    try:
+        return key.check(value, interpolated=isinstance(before, str) and "${" in before)
+    except ValueError as error:
+        raise ConfigError(f"{origin}{key.name}: {error} ({key.meaning})") from error
+
+
+def _unlock(node: Any) -> None:
+    """Let a structured config be merged into: OmegaConf makes nodes of frozen dataclasses read-only, one by one."""
+    OmegaConf.set_readonly(node, False)
+    for child in node.values() if OmegaConf.is_dict(node) else ():
+        if OmegaConf.is_dict(child):
+            _unlock(child)
+
+
+def _check_together(config: TrainConfig) -> None:
+    """Raise ConfigError where values that are good alone contradict each other."""
+    for holds, message in _rules(config):
+        if not holds(config):
+            raise ConfigError(message)
+
+
+def _rules(config: TrainConfig) -> list[tuple[Callable[[TrainConfig], bool], str]]:
+    raise NotImplementedError
