@@ -1,0 +1,45 @@
+"""milepost: fault-tolerant RLHF training.
+
+PPO whose every step is recorded whole, resumed anywhere, and exported to Hugging Face without the framework that
+trained it. The names below are loaded when first used, so that `import milepost` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from milepost.api import Checkpoint, merge, open, test
+    from milepost.checkpoint.manager import CheckpointManager
+    from milepost.errors import CallError, CheckpointError, MilepostError
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpoint": "milepost.api",
+    "merge": "milepost.api",
+    "open": "milepost.api",
+    "test": "milepost.api",
+    "CheckpointManager": "milepost.checkpoint.manager",
+    "CallError": "milepost.errors",
+    "CheckpointError": "milepost.errors",
+    "MilepostError": "milepost.errors",
+}
+
+__all__ = [
+    "CallError",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "MilepostError",
+    "merge",
+    "open",
+    "test",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'milepost' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from milepost.checkpoint.events import read_events
+from milepost.checkpoint.events import EVENTS, read_events
 
-EVENTS_FILE = "events.jsonl"
 # 9999-12-31, the last day that a calendar of four-digit years can show.
 _LAST_TIME = 253_402_214_400.0
 
@@ -196,8 +195,7 @@ class RunHistory:
 
 def read_history(run_dir: Path) -> RunHistory:
     """The history in `run_dir/events.jsonl`; an empty one where there is no such file."""
-    path = run_dir / EVENTS_FILE
-    return history_of(read_events(path) if path.is_file() else [])
+    return history_of(read_events(run_dir / EVENTS))
 
 
 def history_of(events: Iterable[Mapping[str, Any]]) -> RunHistory:

@@ -57,7 +57,7 @@ def sharded_ref(value: Any) -> ShardedRef | None:
 
 
 def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
-    """The box of the rank at `mesh.coordinate`. `cuts`: tensor dimension -> the mesh dimensions that cut it, in order."""
+    """The box of the rank at `mesh.coordinate`; `cuts`: tensor dimension -> mesh dimensions that cut it, in order."""
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in cuts.items():
         if not 0 <= dim < len(shape):

@@ -135,7 +135,7 @@ _OURS = {"README.md", "training_args.bin", "milepost_base.json"}
 
 
 def find_companions(role_directory: Path) -> Path | None:
-    """Where a role directory's companions lie: in `huggingface/`, in the older sibling `<role>_huggingface`, or in it."""
+    """Where a role directory's companions lie: `huggingface/`, the older sibling `<role>_huggingface`, or itself."""
     candidates = (
         role_directory / SUBDIRECTORY,
         role_directory.with_name(f"{role_directory.name}_{SUBDIRECTORY}"),

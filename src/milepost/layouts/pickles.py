@@ -39,18 +39,35 @@ _MALFORMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
+class _Fixed:
+    """What a pickle may hold and must not alter: its BUILD, which sets the state of an object, is refused.
+
+    Dataclasses of this kind name their `__slots__` themselves: with `slots=True`, a frozen one gets a `__setstate__`
+    that sets its fields.
+    """
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise RefusedError(f"its pickle tries to alter a {type(self).__name__}")
+
+
+@dataclass(frozen=True)
+class StorageRef(_Fixed):
     """One storage of a torch archive: element type, record key, and number of elements."""
+
+    __slots__ = ("dtype", "key", "numel")
 
     dtype: str
     key: str
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+@dataclass(frozen=True)
+class TensorRef(_Fixed):
     """A tensor as a view of a storage: strides and offset count elements."""
+
+    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
     dtype: str
     shape: Shape
@@ -61,7 +78,7 @@ class TensorRef:
 
 class _SealedType(type):
     def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise RefusedError(f"a pickle tries to set {name} on {cls.__name__}")
+        raise RefusedError(f"its pickle tries to set {name} on {cls.__name__}")
 
 
 class Record(metaclass=_SealedType):
@@ -102,7 +119,7 @@ class Record(metaclass=_SealedType):
         return fields[name]
 
 
-class Sealed:
+class Sealed(_Fixed):
     """A function that a pickle may call and not alter."""
 
     __slots__ = ("_function",)
@@ -115,10 +132,7 @@ class Sealed:
         return self._function(*args)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise RefusedError(f"a pickle tries to set {name} on a function")
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise RefusedError("a pickle tries to change a function")
+        raise RefusedError(f"its pickle tries to set {name} on a function")
 
 
 class PlainDict(dict[Any, Any]):
@@ -130,8 +144,10 @@ class PlainDict(dict[Any, Any]):
         """Attributes of a dictionary carry no tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
+@dataclass(frozen=True)
+class _StorageType(_Fixed):
+    __slots__ = ("dtype",)
+
     dtype: str
 
 

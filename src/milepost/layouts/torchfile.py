@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from milepost.layouts import pickles
 from milepost.layouts.pickles import TensorRef
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_BLOCK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +85,17 @@ class TorchFile:
         """Every record of the archive, for checks of their CRC-32."""
         yield from self._records.values()
 
-    def bad_records(self, block: int = 1 << 20) -> Iterator[str]:
-        """Names of records whose bytes do not have the CRC-32 that the archive notes; reads the whole file."""
+    def bad_records(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Names of records whose bytes do not have the CRC-32 that the archive notes. Reads the whole file; `progress` is
+        called with the number of bytes just read."""
         with self.path.open("rb", buffering=0) as file:
             for record in self._records.values():
                 crc = 0
-                for start in range(0, record.size, block):
-                    crc = zlib.crc32(
-                        os.pread(file.fileno(), min(block, record.size - start), record.start + start), crc
-                    )
+                for start in range(0, record.size, _BLOCK):
+                    data = os.pread(file.fileno(), min(_BLOCK, record.size - start), record.start + start)
+                    crc = zlib.crc32(data, crc)
+                    if progress is not None:
+                        progress(len(data))
                 if crc != record.crc32:
                     yield record.name
 

@@ -1,0 +1,32 @@
+"""Names and shapes of models: what Hugging Face's files of a family hold (from config.json alone), and the edits that
+bring a checkpoint's names there."""
+
+from milepost.mapping.architectures import Architecture, Config, expected, infer_head, value_head_config
+from milepost.mapping.names import (
+    Mapped,
+    check,
+    check_layers,
+    drop_ignored,
+    strip_wrappers,
+    ties,
+    to_huggingface,
+    to_saved_form,
+    untie,
+)
+
+__all__ = [
+    "Architecture",
+    "Config",
+    "Mapped",
+    "check",
+    "check_layers",
+    "drop_ignored",
+    "expected",
+    "infer_head",
+    "strip_wrappers",
+    "ties",
+    "to_huggingface",
+    "to_saved_form",
+    "untie",
+    "value_head_config",
+]

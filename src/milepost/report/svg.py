@@ -54,11 +54,8 @@ def _attribute(value: object) -> str:
 
 def coordinate(value: float) -> str:
     """A length in user units, as short as two decimals allow."""
-    return f"{value:.2f}".rstrip("0").rstrip(".").replace("-0", "0", 1) if abs(value) < 0.005 else _short(value)
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
 
 
 def drawing(name: str, title: str, description: str, width: float, height: float, *children: str) -> Markup:

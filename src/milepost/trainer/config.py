@@ -8,7 +8,7 @@ Keys, defaults and meanings stand in `schema.py`. Importing this module does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -68,7 +68,8 @@ def load_config(config_file: Path | None, overrides: Sequence[str] = ()) -> Trai
     typed = OmegaConf.structured(TrainConfig)
     _unlock(typed)
     config = cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(typed, nested)))
-    _check_together(config)
+    for contradiction in _contradictions(config):
+        raise ConfigError(contradiction)
     return config
 
 
@@ -136,7 +137,7 @@ def _apply(override: Override, said: dict[str, _Said]) -> None:
         return
     key = config_keys().get(name)
     words_are_text = key is not None and key.element is str and key.shape is not dict
-    value = parse_value(override.value or "", words_are_text=words_are_text)
+    value = _value_of(override, words_are_text)
     if key is None and name in config_sections() and isinstance(value, dict):
         _flatten(value, f"{name}.", origin, said)
     elif key is None and name in config_sections():
@@ -150,6 +151,13 @@ def _apply(override: Override, said: dict[str, _Said]) -> None:
         said[name] = _Said(value, origin)
 
 
+def _value_of(override: Override, words_are_text: bool) -> object:
+    try:
+        return parse_value(override.value or "", words_are_text=words_are_text)
+    except ValueError as error:
+        raise ConfigError(f"override {override.text}: {error}") from error
+
+
 def _delete(override: Override, name: str, inner: list[str], said: dict[str, _Said]) -> None:
     """`~key`: what was said of it, or of a whole section, is taken back; `~key=value` only if it was that."""
     origin = f"override {override.text}"
@@ -157,7 +165,7 @@ def _delete(override: Override, name: str, inner: list[str], said: dict[str, _Sa
         raise unknown_key(name, origin)
     there = [k for k in said if k == name or k.startswith(f"{name}.")]
     if override.value is not None:
-        expected = parse_value(override.value)
+        expected = _value_of(override, words_are_text=False)
         current = said[name].value if name in said else getattr(config_keys().get(name), "default", None)
         if inner or current != expected:
             raise ConfigError(f"{origin}: {override.key} is {current!r}, not {expected!r}; nothing taken back")
@@ -212,7 +220,7 @@ def _final(raw: Any, key: ConfigKey, said: _Said | None) -> Any:
         raise ConfigError(f"{origin}{key.name}: {str(error).splitlines()[0]}") from error
     before = said.value if said else key.default
     try:
-        return key.check(value, interpolated=isinstance(before, str) and "${" in before)
+        return key.check(value, interpolated="${" in str(before))
     except ValueError as error:
         raise ConfigError(f"{origin}{key.name}: {error} ({key.meaning})") from error
 
@@ -225,12 +233,43 @@ def _unlock(node: Any) -> None:
             _unlock(child)
 
 
-def _check_together(config: TrainConfig) -> None:
-    """Raise ConfigError where values that are good alone contradict each other."""
-    for holds, message in _rules(config):
-        if not holds(config):
-            raise ConfigError(message)
-
-
-def _rules(config: TrainConfig) -> list[tuple[Callable[[TrainConfig], bool], str]]:
-    raise NotImplementedError
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    """What values that are good alone say against each other, one sentence each."""
+    data, trainer, task, warm_start = config.data, config.trainer, config.task, config.warm_start
+    updates = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    for name, role in updates.items():
+        if data.train_batch_size % role.ppo_mini_batch_size:
+            yield (
+                f"data.train_batch_size={data.train_batch_size} is not a multiple of "
+                f"{name}.ppo_mini_batch_size={role.ppo_mini_batch_size}"
+            )
+    for name, every in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
+        if every == 0:
+            yield f"trainer.{name}=0 means nothing; -1 turns it off"
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} is read only with trainer.resume_mode=resume_path, "
+            f"and that is {trainer.resume_mode}"
+        )
+    if trainer.max_actor_ckpt_to_keep != trainer.max_critic_ckpt_to_keep:
+        yield (
+            f"trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep} and trainer.max_critic_ckpt_to_keep="
+            f"{trainer.max_critic_ckpt_to_keep} differ; a step holds both roles and is kept or removed whole"
+        )
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if sampling.do_sample and sampling.temperature == 0:
+        yield "actor_rollout_ref.rollout.val_kwargs: do_sample=true needs a temperature above 0"
+    if config.reward.path is not None and not all(config.reward.path.rpartition(":")[::2]):
+        yield f"reward.path={config.reward.path}: expected module:function or file.py:function"
+    pairs = (task.max_operand + 1) ** 2
+    if task.train_size + task.val_size > pairs:
+        yield (
+            f"task.train_size={task.train_size} and task.val_size={task.val_size} need more additions than the "
+            f"{pairs} there are up to task.max_operand={task.max_operand}"
+        )
+    if warm_start.hidden_size % (2 * warm_start.num_attention_heads):
+        yield "warm_start.hidden_size must be a multiple of 2 * warm_start.num_attention_heads"
+    if warm_start.num_attention_heads % warm_start.num_key_value_heads:
+        yield "warm_start.num_attention_heads must be a multiple of warm_start.num_key_value_heads"

@@ -202,7 +202,14 @@ def unknown_key(name: str, origin: str) -> ConfigError:
         tail = f"{part}.{tail}"
     where = f"section {head!r} has no key {tail!r}" if head else f"there is no section or key {tail!r}"
     near = nearest(name, known)
-    return ConfigError(f"{origin}: unknown key {name!r}: {where}" + (f"; nearest is {near!r}" if near else ""))
+    hint = f"nearest is {near!r}" if near else "`milepost config` lists every key"
+    return ConfigError(f"{origin}: unknown key {name!r}: {where}; {hint}")
+
+
+def _abbreviates(name: str, candidate: str) -> bool:
+    """Whether `name` is `candidate` with some parts left out, as `actor.lr` of `actor_rollout_ref.actor.optim.lr`."""
+    parts = iter(candidate.split("."))
+    return all(part in parts for part in name.split("."))
 
 
 def nearest(name: str, known: set[str]) -> str | None:
@@ -212,7 +219,7 @@ def nearest(name: str, known: set[str]) -> str | None:
         whole = SequenceMatcher(None, name, candidate).ratio()
         last = SequenceMatcher(None, name.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         same_section = name.rpartition(".")[0] == candidate.rpartition(".")[0]
-        return whole + last + 0.3 * same_section
+        return whole + last + 0.3 * same_section + 0.5 * _abbreviates(name, candidate)
 
     best = max(sorted(known), key=likeness)
     return best if likeness(best) > 1.1 else None

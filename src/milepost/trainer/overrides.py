@@ -62,7 +62,7 @@ def parse_value(text: str, *, words_are_text: bool = False) -> object:
         words_are_text: leave unquoted words other than null as they are typed, so that a run may be called `1e3`.
 
     Raises:
-        ConfigError: brackets or quotes do not match, or the text is a sweep.
+        ValueError: brackets or quotes do not match, or the text is a sweep; the caller says for which key.
     """
     reader = _Reader(text, words_are_text)
     value = reader.read(stop="")
@@ -70,7 +70,7 @@ def parse_value(text: str, *, words_are_text: bool = False) -> object:
     if reader.at < len(text):
         rest = text[reader.at :]
         reason = "a comma makes a sweep in Hydra: write a list as [a,b]" if rest[0] == "," else f"left over: {rest!r}"
-        raise ConfigError(f"value {text!r}: {reason}, or quote the whole value")
+        raise ValueError(f"{reason}, or quote the whole value")
     return value
 
 
@@ -94,7 +94,7 @@ class _Reader:
         self.skip_spaces()
         found = self.peek()
         if not found or found not in wanted:
-            raise ConfigError(f"value {self.text!r}: expected {' or '.join(wanted)} at character {self.at + 1}")
+            raise ValueError(f"expected {' or '.join(wanted)} at character {self.at + 1}")
         self.at += 1
         return found
 
@@ -153,7 +153,7 @@ class _Reader:
                 self.at += 1
                 return "".join(parts) + "\\" * (slashes // 2)
             self.at += 1
-        raise ConfigError(f"value {self.text!r}: the quote at character {start + 1} is not closed")
+        raise ValueError(f"the quote at character {start + 1} is not closed")
 
     def read_word(self, stop: str) -> object:
         """Unquoted text; an interpolation `${...}` in it is taken whole, whatever it holds."""

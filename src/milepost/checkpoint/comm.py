@@ -1,0 +1,161 @@
+"""How the ranks of a run talk while a step is saved or resumed: small objects, gathered and broadcast.
+
+A save must never end well on one rank and badly on another. `together` is the one way in which ranks do something
+that can fail: each does its part, all learn how all fared, and if one failed every rank raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from milepost.errors import MilepostError, WriteError
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """The ranks that save and resume together. Every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process, counted from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order, on every rank."""
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def close(self) -> None:
+        """Give back what the communicator holds."""
+
+
+class SingleProcess:
+    """One rank, with nobody to talk to."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, value: T) -> list[T]:
+        """The one value."""
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        """The value itself."""
+        return value
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TorchCommunicator:
+    """The ranks of torch.distributed, over a gloo group of its own.
+
+    Gloo, so that small objects need no device memory and cannot mix with the training's collectives. All ranks make it
+    together. `timeout_seconds` bounds how long a rank waits for another that is still writing its files.
+    """
+
+    def __init__(self, timeout_seconds: float = 1800.0) -> None:
+        import torch.distributed as dist  # noqa: PLC0415  a run without ranks needs no torch here
+
+        self._dist = dist
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, pickled on the way."""
+        values: list[Any] = [None] * self.world_size
+        self._dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, pickled on the way."""
+        values: list[Any] = [value]
+        self._dist.broadcast_object_list(values, src=0, group=self._group)
+        received: T = values[0]
+        return received
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Give up the group."""
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group(self._group)
+
+
+def default_communicator() -> Communicator:
+    """The ranks of torch.distributed where it is initialised, else this process alone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return TorchCommunicator()
+    return SingleProcess()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one rank brings back: a value, or the kind and text of its error."""
+
+    value: Any = None
+    error: type[MilepostError] | None = None
+    message: str = ""
+
+
+def together(comm: Communicator, act: Callable[[], T]) -> list[T]:
+    """Do `act` on every rank and return what each rank's returned.
+
+    If it raises on any rank, every rank raises the first failing rank's error: its milepost class where it has one,
+    `WriteError` for an OSError, `MilepostError` for anything else. Where there are several ranks the message names it.
+    """
+    raised: Exception | None = None
+    try:
+        outcome = _Outcome(act())
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        raised = error
+        outcome = _Outcome(error=_kind(error), message=_sentence(error))
+    outcomes = comm.all_gather(outcome)
+    failed = [(rank, o) for rank, o in enumerate(outcomes) if o.error is not None]
+    if failed:
+        rank, first = failed[0]
+        assert first.error is not None
+        where = f"rank {rank}: " if comm.world_size > 1 else ""
+        more = f" ({len(failed) - 1} more ranks failed too)" if len(failed) > 1 else ""
+        raise first.error(f"{where}{first.message}{more}") from raised
+    return [o.value for o in outcomes]
+
+
+def on_rank_0(comm: Communicator, act: Callable[[], T]) -> T:
+    """Do `act` on rank 0 alone and return its result on every rank; if it raises, every rank raises."""
+    results: list[Any] = together(comm, act if comm.rank == 0 else lambda: None)
+    value: T = results[0]
+    return value
+
+
+def _kind(error: Exception) -> type[MilepostError]:
+    if isinstance(error, MilepostError):
+        return type(error)
+    return WriteError if isinstance(error, OSError) else MilepostError
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, MilepostError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,133 @@
+"""The diary of a run: `events.jsonl`, one JSON object a line, appended to by rank 0 and never rewritten.
+
+Each line has "time" (unix seconds) and "event": start, kill_seen, resume, step, validation, save_requested,
+save_durable, save_failed, set_aside, stop. What a killed process leaves is at worst one torn line, which readers
+leave out and the next writer ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EVENTS = "events.jsonl"
+_log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Appends events to a file. It never raises on a full or failing disk: a diary must not stop the training."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event. Numbers that are not finite are written as null."""
+        line = json.dumps(plain_json({"time": time.time(), "event": event, **fields}), allow_nan=False)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # One write a line, so that lines of two writers do not mix.
+            with self.path.open("ab", buffering=0) as file:
+                file.write((b"" if self._at_line_start() else b"\n") + line.encode() + b"\n")
+        except OSError as error:
+            _log.warning("%s: event %s was not written: %s", self.path, event, error.strerror)
+
+    def _at_line_start(self) -> bool:
+        with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return True
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+
+
+def plain_json(value: Any) -> Any:
+    """As JSON knows it: mappings, lists, strings, finite numbers; numpy's and torch's scalars become numbers."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain_json(item) for item in value]
+    if hasattr(value, "item"):
+        return plain_json(value.item())
+    return str(value)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every readable event, oldest first; empty where there is no file."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A session that ended without saying so.
+
+    last_step:       the last step it finished
+    committed_step:  the step that training goes on from; 0 where none was saved
+    lost_steps:      how many steps must be done again
+    attempt:         the session's restart count
+    """
+
+    last_step: int
+    committed_step: int
+    lost_steps: int
+    attempt: int
+
+
+def interrupted_session(events: Sequence[Mapping[str, Any]], committed_step: int) -> Interrupted | None:
+    """What the session before this process's lost, where it was killed; None where it stopped in order or never was.
+
+    A session begins with its `start`, or with its `resume` where nobody wrote a start. The last one, if it is this very
+    process's, is the present.
+    """
+    sessions: list[list[Mapping[str, Any]]] = []
+    for event in events:
+        if _begins_session(event, sessions[-1] if sessions else []):
+            sessions.append([])
+        if sessions:
+            sessions[-1].append(event)
+    if sessions and _is_this_process(sessions[-1][0]):
+        sessions.pop()
+    if not sessions or any(event["event"] == "stop" for event in sessions[-1]):
+        return None
+    session = sessions[-1]
+    reached = [_number(event.get("step")) for event in session if event["event"] in ("step", "save_durable")]
+    reached += [_number(event.get("from_step")) for event in session if event["event"] == "resume"]
+    last = max(reached, default=committed_step)
+    return Interrupted(last, committed_step, max(0, last - committed_step), _number(session[0].get("attempt")))
+
+
+def _begins_session(event: Mapping[str, Any], session: Sequence[Mapping[str, Any]]) -> bool:
+    if event["event"] == "resume":
+        return not session or any(earlier["event"] == "resume" for earlier in session)
+    return bool(event["event"] == "start")
+
+
+def _is_this_process(first: Mapping[str, Any]) -> bool:
+    here = first.get("pid") == os.getpid() and first.get("host") in (None, socket.gethostname())
+    return here and first["event"] == "start"
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0

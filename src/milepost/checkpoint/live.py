@@ -1,0 +1,43 @@
+"""Filling an engine's live tensors from a checkpoint: a sink over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from milepost.engines.base import LiveTensor
+from milepost.index import Bits, Box
+
+_SIGNED = {1: (np.int8, torch.int8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
+
+
+class LiveSink:
+    """Takes boxes of bit patterns and puts them into the views that an engine shows, on whatever device they are."""
+
+    def __init__(self, tensors: Mapping[str, LiveTensor]) -> None:
+        self._tensors = tensors
+
+    def wanted(self) -> Iterator[tuple[str, Box]]:
+        """Every box that this rank owns: what a plan must bring."""
+        for name, tensor in self._tensors.items():
+            for box, _ in tensor.boxes:
+                yield name, box
+
+    def dtype(self, name: str) -> str:
+        """The live tensor's element type."""
+        return self._tensors[name].dtype
+
+    def file_range(self, name: str, box: Box) -> None:
+        """Live tensors lie in no file."""
+
+    def write(self, name: str, box: Box, bits: Bits) -> None:
+        """Copy bit patterns into the view whose box holds `box`."""
+        for owned, view in self._tensors[name].boxes:
+            if owned.intersect(box) == box:
+                as_numpy, as_torch = _SIGNED[bits.itemsize]
+                # As signed integers of the same size: no value can change, and every torch knows these types.
+                # (numpy's contiguous copy of a scalar would have one dimension.)
+                values = torch.from_numpy(np.ascontiguousarray(bits).view(as_numpy).reshape(bits.shape))
+                view.detach()[box.within(owned).slices()].view(as_torch).copy_(values)

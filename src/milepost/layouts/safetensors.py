@@ -1,0 +1,140 @@
+"""Writing a model as safetensors files, box by box, in any order and from several threads.
+
+The writer lays out every file before a byte of tensor data is there: header, then each tensor at its offset. It is a
+sink for transfers (`milepost.transfer.Sink`): it tells where in which file a box belongs, and the mover puts it there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from milepost.errors import CheckpointError
+from milepost.index import Bits, Box, Shape, TensorEntry, contiguous_strides, itemsize
+from milepost.layouts.huggingface import WEIGHTS, WEIGHTS_INDEX, header_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in the output: open file, byte offset, element type, shape."""
+
+    fd: int
+    offset: int
+    dtype: str
+    shape: Shape
+
+
+def assign_shards(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> list[list[str]]:
+    """Names of each file's tensors, in order; only a single tensor may make a file pass `max_shard_size` bytes."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in tensors.items():
+        if shards[-1] and size + entry.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += entry.nbytes
+    return shards
+
+
+class SafetensorsWriter:
+    """The safetensors files of one model in `directory`, open for writing; a context manager.
+
+    tensors: name -> what is to be written (only dtype and shape count). Leaving the context well flushes the files to
+    disk; a directory left with an error holds incomplete files, and is the caller's to remove.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], max_shard_size: int) -> None:
+        self.directory = directory
+        self.files: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        shards = assign_shards(tensors, max_shard_size)
+        weight_map: dict[str, str] = {}
+        try:
+            for number, names in enumerate(shards, 1):
+                file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                self._create(file, {name: tensors[name] for name in names})
+                weight_map.update(dict.fromkeys(names, file))
+            if len(shards) > 1:
+                total = sum(entry.nbytes for entry in tensors.values())
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        except BaseException:
+            self._close()
+            raise
+
+    def _create(self, file: str, tensors: Mapping[str, TensorEntry]) -> None:
+        head, offsets = header_bytes((name, entry.dtype, entry.shape) for name, entry in tensors.items())
+        size = len(head) + sum(entry.nbytes for entry in tensors.values())
+        fd = self.files[file] = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        _allocate(fd, size)
+        os.pwrite(fd, head, 0)
+        for name, entry in tensors.items():
+            self._places[name] = Place(fd, offsets[name], entry.dtype, entry.shape)
+
+    def dtype(self, name: str) -> str:
+        """The element type in which the tensor is written."""
+        return self._places[name].dtype
+
+    def file_range(self, name: str, box: Box) -> tuple[int, int]:
+        """File descriptor and byte offset of a box, which must be one run of the tensor in row-major order."""
+        place = self._places[name]
+        strides = contiguous_strides(place.shape)
+        # A run of bytes may cut the first dimension longer than 1; every dimension after it must be whole.
+        first = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(box.sizes))
+        if box.sizes[first + 1 :] != place.shape[first + 1 :]:
+            raise CheckpointError(f"{name}: box {box} is not one run of bytes of shape {list(place.shape)}")
+        start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+        return place.fd, place.offset + start * itemsize(place.dtype)
+
+    def write(self, name: str, box: Box, bits: Bits) -> NoReturn:
+        """Never called: every box has its place in a file."""
+        raise AssertionError(f"{name}{box} should go to its file range")
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                for fd in self.files.values():
+                    os.fsync(fd)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for fd in self.files.values():
+            os.close(fd)
+        self.files = {}
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Reserve the space, so that a full disk is found before the work, where the file system can."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with its element type made true, under the names it uses (`dtype`, or `torch_dtype` before
+    transformers 5), nested configs alike."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            changed[key] = dtype
+        elif isinstance(value, Mapping) and ("dtype" in value or "torch_dtype" in value):
+            changed[key] = with_dtype(value, dtype)
+        else:
+            changed[key] = value
+    return changed

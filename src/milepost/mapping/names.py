@@ -1,0 +1,280 @@
+"""Edits that make the names of an index Hugging Face's, and the check that they are.
+
+In this order: `strip_wrappers`, `to_saved_form`, `drop_ignored`, `untie`, `check`; `to_huggingface` does them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from milepost.edits import narrow, rename, select
+from milepost.errors import IncompleteError, MismatchError
+from milepost.index import OPTIMIZER_PREFIX, TensorEntry, TensorIndex, moment_name
+from milepost.mapping.architectures import Architecture, Config, expected, infer_head
+from milepost.transfer import windows
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WINDOW_BYTES = 4 << 20
+_NAMED = 10
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A checkpoint under Hugging Face's names.
+
+    index:         its weights (and moments, where it has any)
+    config:        config.json made true to it
+    architecture:  what it was checked against; None: the family is unknown and the check was weak
+    notes:         what was done that a user should hear of, one line each
+    """
+
+    index: TensorIndex
+    config: Mapping[str, Any]
+    architecture: Architecture | None
+    notes: tuple[str, ...]
+
+
+def to_huggingface(
+    index: TensorIndex, config: Config, *, is_value_model: bool = False, allow_missing: Sequence[str] = ()
+) -> Mapped:
+    """All edits of this module, one after the other, and the check at the end.
+
+    index:           as a layout opened it
+    config:          the parsed config.json beside it
+    is_value_model:  insist on a value head, whatever class config.json names
+    allow_missing:   patterns (fnmatch) of names that may be absent
+
+    Raises MismatchError or IncompleteError where the checkpoint does not hold exactly what its config asks for.
+    """
+    notes = []
+    index = strip_wrappers(index)
+    true_config = infer_head(index, config, is_value_model)
+    if true_config != config:
+        notes.append(f"a value model: config.json now says {true_config['architectures'][0]}")
+    architecture = expected(true_config)
+    if architecture is not None:
+        index, ignored = drop_ignored(to_saved_form(index, architecture), architecture)
+        if ignored:
+            notes.append(f"{ignored} tensors that the model does not need were left out")
+    index = untie(index, ties(index, true_config, architecture))
+    if architecture is None:
+        notes.append(check_layers(index, true_config))
+    else:
+        check(index, architecture, allow_missing)
+    return Mapped(index, true_config, architecture, tuple(notes))
+
+
+def strip_wrappers(index: TensorIndex) -> TensorIndex:
+    """Names without what wrappers put into them: `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP1) and
+    `_checkpoint_wrapped_module` (activation checkpointing) wherever they stand, `module` (DDP, DeepSpeed) in front."""
+
+    def strip(weight: str) -> str:
+        parts = [part for part in weight.split(".") if part not in _WRAPPERS]
+        while len(parts) > 1 and parts[0] == "module":
+            del parts[0]
+        return ".".join(parts)
+
+    return rename(index, lambda name: _renamed(name, strip))
+
+
+def to_saved_form(index: TensorIndex, architecture: Architecture) -> TensorIndex:
+    """What transformers 5 holds otherwise in memory than in its files, in the form of the files: stacked experts cut
+    apart, tensors renamed. What already has the form of the files stays as it is."""
+    index = rename(index, lambda name: _renamed(name, lambda weight: architecture.renamed.get(weight, weight)))
+    entries: dict[str, TensorEntry] = {}
+    for name, entry in index.items():
+        weight, moment = _split(name)
+        experts = architecture.fused.get(weight)
+        pieces = {name: entry} if experts is None else _unfuse(name, entry, experts, moment)
+        clash = next((piece for piece in pieces if piece in entries), None)
+        if clash is not None:
+            raise MismatchError(f"{clash} is there twice: on its own and as a part of a stack of experts")
+        entries.update(pieces)
+    return index.with_entries(entries)
+
+
+def _unfuse(
+    name: str, entry: TensorEntry, experts: tuple[tuple[str, ...], ...], moment: str | None
+) -> dict[str, TensorEntry]:
+    names = [[part if moment is None else moment_name(part, moment) for part in parts] for parts in experts]
+    if not entry.shape:  # the step count of an optimizer: one for all experts
+        return {part: entry for parts in names for part in parts}
+    rows, rest = divmod(entry.shape[1], len(experts[0])) if len(entry.shape) == 3 else (0, 1)
+    if rest or entry.shape[0] != len(experts):
+        raise MismatchError(
+            f"{name} has shape {list(entry.shape)}, but config.json asks for {len(experts)} experts "
+            f"of {len(experts[0])} equal parts each"
+        )
+    return {
+        part: narrow(select(entry, 0, expert), 0, place * rows, rows)
+        for expert, parts in enumerate(names)
+        for place, part in enumerate(parts)
+    }
+
+
+def drop_ignored(index: TensorIndex, architecture: Architecture) -> tuple[TensorIndex, int]:
+    """The index without the tensors that old files hold and the architecture does not need, and how many these were."""
+    kept = {
+        name: entry
+        for name, entry in index.items()
+        if name in architecture.tensors or not _matches(name, architecture.ignored)
+    }
+    return index.with_entries(kept), len(index) - len(kept)
+
+
+def ties(index: TensorIndex, config: Config, architecture: Architecture | None) -> Mapping[str, str]:
+    """Which names stand for another tensor: alias -> original.
+
+    A known architecture says so itself. For others `tie_word_embeddings` decides where config.json has it, and the
+    aliases that the files show where it has not.
+    """
+    if architecture is not None:
+        return architecture.tied
+    tied = config.get("tie_word_embeddings")
+    if tied is False:
+        return {}
+    aliases = {}
+    for name, entry in index.weights().items():
+        if entry.alias_of is not None:
+            # models keep the embedding and derive the output layer, whichever of the two the files name first
+            is_output = entry.alias_of == "lm_head.weight"
+            aliases[entry.alias_of if is_output else name] = name if is_output else entry.alias_of
+    embeddings = [name for name in index.weights() if name.endswith("embed_tokens.weight")]
+    if tied and "lm_head.weight" in index and len(embeddings) == 1:
+        aliases["lm_head.weight"] = embeddings[0]
+    return aliases
+
+
+def untie(index: TensorIndex, tied: Mapping[str, str]) -> TensorIndex:
+    """One copy, under the original's name, of what `tied` (alias -> original) says is one tensor; every other name with
+    bytes of its own. A tensor that only its alias names is renamed; moments go with their weights.
+
+    Raises MismatchError where two tensors that should be one differ.
+    """
+    entries: dict[str, TensorEntry] = {}
+    aliases = [name for name in index if _split(name)[0] in tied]
+    for name in [*(name for name in index if name not in set(aliases)), *aliases]:
+        entry = index[name]
+        original = _renamed(name, lambda weight: tied.get(weight, weight))
+        if original in entries:
+            kept = index.get(original)
+            if entry.alias_of != original and (kept is None or kept.alias_of != name):
+                _require_equal(name, entry, original, entries[original])
+        else:
+            entries[original] = replace(entry, alias_of=None)
+    return index.with_entries(entries)
+
+
+def _require_equal(name: str, entry: TensorEntry, other_name: str, other: TensorEntry) -> None:
+    same = entry.dtype == other.dtype and entry.shape == other.shape
+    if not (same and all(np.array_equal(entry.bits(box), other.bits(box)) for box in windows(entry, _WINDOW_BYTES))):
+        raise MismatchError(
+            f"{name} and {other_name} differ, but config.json says that they are one tensor (tie_word_embeddings).\n"
+            "If the model was trained untied, set tie_word_embeddings to false in config.json."
+        )
+
+
+def check(index: TensorIndex, architecture: Architecture, allow_missing: Sequence[str] = ()) -> None:
+    """Raise unless the weights of the index are exactly the architecture's tensors, in its shapes.
+
+    Everything that is wrong is said at once. A layer or an expert of which nothing is there is named as one, by a
+    pattern that `allow_missing` would take.
+    """
+    weights = index.weights()
+    tensors = architecture.tensors
+    missing = [name for name in tensors if name not in weights and not _matches(name, allow_missing)]
+    unknown = [name for name in weights if name not in tensors]
+    reshaped = [
+        f"{name} is {list(weights[name].shape)}, not {list(shape)}"
+        for name, shape in tensors.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    faults = [
+        f"{label} {_listed(names)}"
+        for label, names in (
+            ("missing:", _collapsed(missing, tensors)),
+            ("not of this model:", _collapsed(unknown, weights)),
+            ("of another shape:", reshaped),
+        )
+        if names
+    ]
+    if faults:
+        error = IncompleteError if not (unknown or reshaped) else MismatchError
+        raise error(
+            f"not the tensors of {architecture.class_name} as config.json describes it; {'; '.join(faults)}.\n"
+            "The checkpoint is incomplete or config.json is another model's; --allow-missing takes what may be absent."
+        )
+
+
+def check_layers(index: TensorIndex, config: Config) -> str:
+    """The weaker check of a family that we do not know: if names are numbered by layer, are all layers there?
+
+    Returns the note that says how weak it was.
+    """
+    count = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers")
+    numbers: dict[str, set[int]] = {}
+    for name in index.weights():
+        match = re.match(r"(.+?)\.(\d+)\.", name)
+        if match:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    kind = f"model type {config.get('model_type', '(none)')} with {(config.get('architectures') or ['no class'])[0]}"
+    if not count or not numbers:
+        return f"{kind} is unknown to milepost: whether all tensors are there was not checked"
+    lacking = {prefix: sorted(set(range(count)) - found) for prefix, found in numbers.items()}
+    prefix = min(lacking, key=lambda prefix: len(lacking[prefix]))
+    if lacking[prefix]:
+        raise IncompleteError(
+            f"config.json asks for {count} layers; missing: "
+            f"{_listed([f'{prefix}.{number}.*' for number in lacking[prefix]])}.\n"
+            "The checkpoint is incomplete or config.json is another model's."
+        )
+    return f"{kind} is unknown to milepost: only the presence of its {count} layers was checked"
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """A name as (weight, moment); no moment for a weight."""
+    if not name.startswith(OPTIMIZER_PREFIX):
+        return name, None
+    weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+    return weight, moment
+
+
+def _renamed(name: str, change: Callable[[str], str]) -> str:
+    """A weight's name put through `change`, also inside the name of a moment."""
+    weight, moment = _split(name)
+    return change(weight) if moment is None else moment_name(change(weight), moment)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _prefixes(name: str) -> list[str]:
+    """`model.layers.3` and `model.layers.3.mlp.experts.5` of a tensor of an expert: the shortest first."""
+    return [name[: match.end()] for match in _NUMBER.finditer(name)]
+
+
+def _collapsed(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
+    """Names, where a layer or an expert as a whole is among them said as one: `model.layers.3.* (9 tensors)`."""
+    among = Counter(prefix for name in names for prefix in _prefixes(name))
+    if not among:
+        return list(names)
+    whole = Counter(prefix for name in all_names for prefix in _prefixes(name))
+    seen: dict[str, None] = {}
+    for name in names:
+        prefix = next((p for p in _prefixes(name) if among[p] == whole[p] and among[p] > 1), None)
+        seen[name if prefix is None else f"{prefix}.* ({among[prefix]} tensors)"] = None
+    return list(seen)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

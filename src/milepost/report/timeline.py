@@ -1,0 +1,215 @@
+"""The run over wall time: sessions as bars, saves as ticks, validations, kills and resumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from milepost.checkpoint.history import Kill, RunHistory, Save, Session, Validation
+from milepost.report.svg import Markup, TimeScale, drawing, joined, markup, text_width, time_scale
+from milepost.wording import counted, duration, file_size, moment
+
+WIDTH = 1000.0
+LEFT, RIGHT = 84.0, 988.0
+_KILL_LABELS, _RESUME_LABELS = 12.0, 27.0
+_BARS_TOP, _BARS_BOTTOM = 38.0, 84.0
+_SAVES_TOP, _SAVES_BOTTOM = 96.0, 110.0
+_VALIDATIONS = 138.0
+_AXIS = 158.0
+HEIGHT = 186.0
+
+
+def timeline(history: RunHistory) -> Markup:
+    """One drawing of the whole run; empty markup where no session is known."""
+    if not history.sessions:
+        return Markup("")
+    scale = time_scale([(session.start, session.last) for session in history.sessions], LEFT, RIGHT)
+    first, last = history.sessions[0].start, history.sessions[-1].last
+    description = (
+        f"{counted(len(history.sessions), 'session')} from {moment(first)} to {moment(last)}, "
+        f"{counted(len([save for save in history.saves if save.outcome == 'durable']), 'durable save')}, "
+        f"{counted(len(history.validations), 'validation')}, {counted(len(history.kills), 'kill')}."
+    )
+    return drawing(
+        "timeline",
+        "Timeline of the run",
+        description,
+        WIDTH,
+        HEIGHT,
+        _hatching(),
+        *_axis(scale),
+        *_lane_names(history),
+        *_bars(history, scale),
+        *_save_ticks(history.saves, scale),
+        *_validation_marks(history.validations, scale),
+        *_resumes(history.sessions, scale),
+        *_kills(history.kills, scale),
+    )
+
+
+def _hatching() -> Markup:
+    line = markup("path", d="M0 6L6 0M-1 1L1 -1M5 7L7 5", class_="hatch")
+    pattern = markup("pattern", line, id="lost-work", width=6, height=6, patternUnits="userSpaceOnUse")
+    return markup("defs", pattern)
+
+
+def _axis(scale: TimeScale) -> list[Markup]:
+    parts = [markup("path", d=f"M{LEFT:g} {_AXIS:g}H{RIGHT:g}", class_="axis")]
+    for x, label in scale.ticks():
+        parts.append(markup("line", x1=x, x2=x, y1=_BARS_TOP, y2=_AXIS + 4, class_="grid"))
+        parts.append(_label(label, x, _AXIS + 18))
+    for start, end, seconds in scale.folds:
+        middle = (start + end) / 2
+        parts.append(markup("rect", x=start, y=_AXIS - 6, width=end - start, height=12.0, class_="fold"))
+        parts.append(
+            markup(
+                "path",
+                d=f"M{middle - 5:.1f} {_AXIS + 5:g}L{middle - 1:.1f} {_AXIS - 5:g}"
+                f"M{middle + 1:.1f} {_AXIS + 5:g}L{middle + 5:.1f} {_AXIS - 5:g}",
+                class_="axis",
+            )
+        )
+        words = duration(seconds)
+        shown = words if text_width(words, 10) <= end - start + 8 else ""
+        hover = markup("title", f"nothing ran for {words}")
+        parts.append(markup("text", hover, shown, x=middle, y=_VALIDATIONS - 2, class_="note", text_anchor="middle"))
+    return parts
+
+
+def _lane_names(history: RunHistory) -> list[Markup]:
+    lanes = [("sessions", (_BARS_TOP + _BARS_BOTTOM) / 2 + 4)]
+    lanes += [("saves", _SAVES_BOTTOM - 3)] if history.saves else []
+    lanes += [("validation", _VALIDATIONS + 4)] if history.validations else []
+    return [markup("text", name, x=0, y=y, class_="lane") for name, y in lanes]
+
+
+def _bars(history: RunHistory, scale: TimeScale) -> list[Markup]:
+    largest = max(history.world_sizes, default=1)
+    lost_from: dict[int, float] = {}
+    for record in history.lost_steps:
+        lost_from.setdefault(record.session, record.time - (record.seconds or 0.0))
+    parts: list[Markup] = []
+    for session in history.sessions:
+        x = scale(session.start)
+        width = max(2.0, scale(session.last) - x)
+        # The height tells the world size, so that a shrunken cluster is seen before a label is read.
+        height = 18.0 + (_BARS_BOTTOM - _BARS_TOP - 18.0) * (session.world_size or largest) / max(1, largest)
+        top = (_BARS_TOP + _BARS_BOTTOM - height) / 2
+        inside = [markup("title", _session_words(session))]
+        inside.append(markup("rect", x=x, y=top, width=width, height=height, rx=3, class_="session"))
+        if session.index in lost_from:
+            lost = max(x, scale(lost_from[session.index]))
+            inside.append(markup("rect", x=lost, y=top, width=x + width - lost, height=height, class_="lost"))
+        label = next((words for words in _bar_labels(session) if text_width(words) <= width - 8), None)
+        if label is not None:
+            middle = (_BARS_TOP + _BARS_BOTTOM) / 2 + 4
+            inside.append(markup("text", label, x=x + width / 2, y=middle, class_="bar", text_anchor="middle"))
+        parts.append(markup("g", *inside))
+    return parts
+
+
+def _bar_labels(session: Session) -> list[str]:
+    """What may stand in a bar, longest first."""
+    ranks = "" if session.world_size is None else counted(session.world_size, "rank")
+    steps = ""
+    if session.first_step is not None:
+        one = session.first_step == session.last_step
+        steps = f"step {session.first_step}" if one else f"steps {session.first_step} to {session.last_step}"
+    both = " · ".join(words for words in (ranks, steps) if words)
+    return [words for words in (both, ranks, "" if session.world_size is None else str(session.world_size)) if words]
+
+
+def _session_words(session: Session) -> str:
+    end = {None: "no stop recorded", "killed": "killed", "done": "done"}.get(session.end, f"stopped: {session.end}")
+    about = " · ".join(_bar_labels(session)[:1])
+    return (
+        f"Session {session.index + 1}{about and ': ' + about}. {moment(session.start)} to {moment(session.last)}, {end}"
+    )
+
+
+def _save_ticks(saves: Iterable[Save], scale: TimeScale) -> list[Markup]:
+    parts: list[Markup] = []
+    drawn, free = (-1.0, ""), -math.inf
+    for save in saves:
+        x = scale(save.requested)
+        if (round(x), save.outcome) == drawn:
+            continue
+        drawn = (float(round(x)), save.outcome)
+        took = "" if save.seconds is None else f" in {duration(save.seconds)}"
+        size = "" if save.bytes is None else f", {file_size(save.bytes)}"
+        words = {
+            "durable": f"step {save.step} saved{took}{size}, {moment(save.time)}",
+            "failed": f"save of step {save.step} failed: {save.error or 'no reason recorded'}",
+        }.get(save.outcome, f"save of step {save.step} begun, end not recorded")
+        width = max(2.0, scale(save.time) - x)
+        box = markup("rect", x=x, y=_SAVES_TOP, width=width, height=_SAVES_BOTTOM - _SAVES_TOP)
+        parts.append(markup("g", markup("title", words), box, class_=f"save {save.outcome}"))
+        label, middle = str(save.step), x + width / 2
+        if middle - text_width(label, 9) / 2 >= free:
+            parts.append(_label(label, middle, _SAVES_BOTTOM + 10, "note"))
+            free = middle + text_width(label, 9) / 2 + 5
+    return parts
+
+
+def _validation_marks(validations: Iterable[Validation], scale: TimeScale) -> list[Markup]:
+    parts: list[Markup] = []
+    drawn = -1
+    for validation in validations:
+        x = scale(validation.time)
+        if round(x) == drawn:
+            continue
+        drawn = round(x)
+        values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(validation.metrics.items())[:3])
+        words = f"validation after step {validation.step}{values and ': ' + values}"
+        diamond = f"M{x:.1f} {_VALIDATIONS - 5:g}l5 5l-5 5l-5 -5z"
+        parts.append(markup("path", markup("title", words), d=diamond, class_="validation"))
+    return parts
+
+
+def _resumes(sessions: Iterable[Session], scale: TimeScale) -> list[Markup]:
+    marks = []
+    for session in sessions:
+        resume = session.resume
+        if resume is None or (resume.from_step is None and session.index == 0):
+            continue
+        words = "starts over" if resume.from_step is None else f"resumes from step {resume.from_step}"
+        if session.world_size is not None and resume.saved_world_size not in (None, session.world_size):
+            words += f" on {counted(session.world_size, 'rank')}"
+        marks.append((scale(resume.time), words, f"{words}, {moment(resume.time)}"))
+    return _marks(marks, "resume", _RESUME_LABELS, "M{x} {y}l6 4l-6 4z")
+
+
+def _kills(kills: Iterable[Kill], scale: TimeScale) -> list[Markup]:
+    marks = []
+    for kill in kills:
+        words = "killed" if kill.last_step is None else f"killed after step {kill.last_step}"
+        lost = f", {counted(kill.lost_steps, 'step')} lost" if kill.lost_steps else ", nothing lost"
+        marks.append((scale(kill.time), words + lost, f"{words}{lost}; last sign of life {moment(kill.time)}"))
+    return _marks(marks, "kill", _KILL_LABELS, "M{x} {y}m-4 0l8 8m0 -8l-8 8")
+
+
+def _marks(marks: Iterable[tuple[float, str, str]], kind: str, y: float, symbol: str) -> list[Markup]:
+    """Vertical lines at x, with a symbol on the bars, words on hover, and a label in its row where there is room."""
+    parts: list[Markup] = []
+    drawn, free = -1, -math.inf
+    for x, label, words in marks:
+        if round(x) == drawn:
+            continue
+        drawn = round(x)
+        shape = symbol.format(x=f"{x:.1f}", y=f"{(_BARS_TOP + _BARS_BOTTOM) / 2 - 4:g}")
+        inside = [
+            markup("title", words),
+            markup("line", x1=x, x2=x, y1=y + 4, y2=_AXIS, class_="mark"),
+            markup("path", d=shape, class_="symbol"),
+        ]
+        width = text_width(label)
+        middle = min(max(x, LEFT + width / 2), RIGHT - width / 2)
+        if middle - width / 2 >= free:
+            inside.append(_label(label, middle, y, "said"))
+            free = middle + width / 2 + 10
+        parts.append(markup("g", joined(inside), class_=kind))
+    return parts
+
+
+def _label(words: str, x: float, y: float, class_: str = "tick") -> Markup:
+    return markup("text", words, x=x, y=y, class_=class_, text_anchor="middle")

@@ -1,0 +1,96 @@
+"""The schema and a config as text: commented YAML, plain YAML, JSON Schema.
+
+`python -m milepost.trainer.config_text` prints what `configs/ppo_trainer.yaml` must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import yaml
+
+from milepost.trainer.fields import ConfigKey, config_keys, config_sections
+from milepost.trainer.schema import TrainConfig
+
+_HEADER = """\
+# Every key of `milepost train`, with its default and its meaning. Copy what you change into a file of your own
+# (milepost train --config my.yaml) or set it on the command line (milepost train trainer.save_freq=20).
+# Made from src/milepost/trainer/schema.py by `python -m milepost.trainer.config_text`; do not edit.
+"""
+_COMMENT_COLUMN = 52
+
+
+def render_yaml() -> str:
+    """The defaults as YAML, each key with its meaning behind it."""
+    lines = [_HEADER.rstrip()]
+    shown: set[str] = set()
+    for key in config_keys().values():
+        parts = key.section.split(".")
+        for depth in range(len(parts)):
+            section = ".".join(parts[: depth + 1])
+            if section not in shown:
+                shown.add(section)
+                indent = "  " * depth
+                lines += ["", f"# {config_sections()[section]}"] if depth == 0 else []
+                comment = f"# {config_sections()[section]}" if depth else ""
+                lines.append(f"{indent}{parts[depth]}:".ljust(_COMMENT_COLUMN if depth else 0) + comment)
+        lines.append(_yaml_line(key, len(parts)))
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_line(key: ConfigKey, depth: int) -> str:
+    value = yaml.safe_dump(key.default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    said = f"{'  ' * depth}{key.name.rpartition('.')[2]}: {value}"
+    choices = f" ({', '.join(key.choices)})" if key.choices else ""
+    return f"{said.ljust(_COMMENT_COLUMN - 1)} # {key.meaning}{choices}"
+
+
+def config_yaml(config: TrainConfig) -> str:
+    """A config as plain YAML; `load_config` on it gives an equal config."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema as JSON Schema (draft 2020-12), for editors and for checking a YAML file elsewhere.
+
+    Defaults and values that are interpolations (`${...}`) are text, whatever the type.
+    """
+    schema = _object("Config of milepost train")
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    places = {"": schema}
+    for name, meaning in config_sections().items():
+        parent, _, last = name.rpartition(".")
+        places[name] = places[parent]["properties"][last] = _object(meaning)
+    for key in config_keys().values():
+        places[key.section]["properties"][key.name.rpartition(".")[2]] = _key_schema(key)
+    return schema
+
+
+def _object(meaning: str) -> dict[str, Any]:
+    return {"type": "object", "description": meaning, "properties": {}, "additionalProperties": False}
+
+
+def _key_schema(key: ConfigKey) -> dict[str, Any]:
+    if key.shape is dict:
+        value: dict[str, Any] = {"type": "object"}
+    else:
+        value = {"type": {int: "integer", float: "number", bool: "boolean", str: "string"}[key.element]}
+        limits = {"minimum": key.minimum, "exclusiveMinimum": key.above, "maximum": key.maximum}
+        value |= {name: limit for name, limit in limits.items() if limit is not None}
+        if key.choices:
+            value["enum"] = [*key.choices, *key.spellings]
+    alternatives: list[dict[str, Any]] = [value]
+    if key.shape is list:
+        size = {} if key.length is None else {"minItems": key.length, "maxItems": key.length}
+        alternatives = [{"type": "array", "items": value, **size}]
+        alternatives += [value] if key.element is str else []
+    if key.optional or key.shape is not None:
+        alternatives.append({"type": "null"})
+    alternatives.append({"type": "string", "pattern": r"\$\{"})
+    return {"description": key.meaning, "default": key.default, "anyOf": alternatives}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_yaml())
