@@ -161,7 +161,9 @@ def _watch(process: subprocess.Popen[bytes], run: Path, steps: int, kill_after: 
                 _tell(event)
                 if event["event"] == "step":
                     rewards = _rewards(run)
-                    bar.update(task, completed=event["step"], description=f"reward {sparkline(rewards, 30)} {rewards[-1]:.2f}")
+                    bar.update(
+                        task, completed=event["step"], description=f"reward {sparkline(rewards, 30)} {rewards[-1]:.2f}"
+                    )
                     if kill_after is not None and event["step"] >= kill_after:
                         kill_after = None
                         _kill_a_worker(process.pid, event["step"])
@@ -185,7 +187,9 @@ def _tell(event: dict[str, Any]) -> None:
                 f"(saved on {event['saved_world_size']}, now {event['world_size']} processes): {restored}"
             )
         case "kill_seen":
-            console.print(f"   the run noticed: {event['lost_steps']} steps after step {event['committed_step']} are lost")
+            console.print(
+                f"   the run noticed: {event['lost_steps']} steps after step {event['committed_step']} are lost"
+            )
         case "validation" | "step" | "start" | "stop" | "save_requested" | "save_durable":
             pass
         case other:
@@ -235,7 +239,11 @@ def _make_reference(run: Path, target: Path) -> None:
         for name, value in shards[0].items()
     }
     config = AutoModelForCausalLM.from_pretrained(run / "base_model").config if (run / "base_model").exists() else None
-    model = AutoModelForCausalLM.from_config(config) if config else AutoModelForCausalLM.from_pretrained(actor / "huggingface")
+    model = (
+        AutoModelForCausalLM.from_config(config)
+        if config
+        else AutoModelForCausalLM.from_pretrained(actor / "huggingface")
+    )
     model.load_state_dict(whole)
     model.save_pretrained(target)
 
@@ -248,7 +256,9 @@ def _answer(model: Path, recipe: Recipe) -> None:
     for question in recipe.questions:
         if recipe.chat:
             messages = [{"role": "user", "content": question}]
-            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         else:
             tokens = tokenizer(question, return_tensors="pt")
         output = network.generate(**tokens, do_sample=False, max_new_tokens=24)

@@ -19,7 +19,7 @@ from milepost.index import TensorIndex
 from milepost.jobs.compare import Report, compare
 from milepost.jobs.merge import MergeOptions, MergeReport
 from milepost.jobs.merge import merge as merge_model
-from milepost.jobs.prepare import ModelOptions, prepare
+from milepost.jobs.prepare import ModelOptions, prepare, prepare_to_compare
 from milepost.layouts import open_directory
 from milepost.layouts.huggingface import find_companions, read_config
 from milepost.units import parse_bytes
@@ -103,9 +103,7 @@ def test(
     """Compare a checkpoint with a Hugging Face model: `.ok`, `.differences`."""
     located = locate(Path(path), role=role, backend=backend)
     reference = open_directory(Path(hf_dir), "huggingface")
-    ours = prepare(
-        located.directory, located.layout.name, model or ModelOptions(hf_model_path=Path(hf_dir)), complete=False
-    )
+    ours = prepare_to_compare(located.directory, Path(hf_dir), located.layout.name, model)
     return compare(ours.index, reference, dtype=dtype, atol=atol, rtol=rtol)
 
 

@@ -15,6 +15,7 @@ from milepost.index import Box, ByteSource, Chunk, Shape, TensorEntry, TensorInd
 
 def narrow(entry: TensorEntry, dim: int, start: int, length: int) -> TensorEntry:
     """Elements `start` to `start + length` along `dim`."""
+    _check_dim(dim, len(entry.shape))
     if start < 0 or length < 0 or start + length > entry.shape[dim]:
         raise MismatchError(
             f"cannot take {start}:{start + length} of dimension {dim} of a tensor of shape {list(entry.shape)}"
@@ -34,10 +35,12 @@ def select(entry: TensorEntry, dim: int, position: int) -> TensorEntry:
 def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """Tensors joined one after the other along `dim`."""
     first = entries[0]
+    _check_dim(dim, len(first.shape))
     chunks: list[Chunk] = []
     length = 0
     for entry in entries:
-        if entry.dtype != first.dtype or _set(entry.shape, dim, 0) != _set(first.shape, dim, 0):
+        alike = len(entry.shape) == len(first.shape) and _set(entry.shape, dim, 0) == _set(first.shape, dim, 0)
+        if entry.dtype != first.dtype or not alike:
             raise MismatchError(
                 f"cannot join {first.dtype}{list(first.shape)} and {entry.dtype}{list(entry.shape)} "
                 f"along dimension {dim}"
@@ -51,6 +54,7 @@ def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 def stack(entries: Sequence[TensorEntry], dim: int = 0) -> TensorEntry:
     """Tensors of one shape stacked along a new dimension `dim`."""
+    _check_dim(dim, len(entries[0].shape) + 1)
     return concat([_unsqueeze(entry, dim) for entry in entries], dim)
 
 
@@ -73,6 +77,11 @@ def rename(index: TensorIndex, new_name: Callable[[str], str]) -> TensorIndex:
         alias = None if entry.alias_of is None else new_name(entry.alias_of)
         entries[new] = replace(entry, alias_of=alias)
     return index.with_entries(entries)
+
+
+def _check_dim(dim: int, dims: int) -> None:
+    if not 0 <= dim < dims:
+        raise MismatchError(f"a tensor of {dims} dimensions has no dimension {dim}")
 
 
 def _set(values: Shape, position: int, value: int) -> Shape:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from milepost.errors import DamagedError, IncompleteError
+from milepost.errors import CallError, DamagedError, IncompleteError
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ class TensorEntry:
         """Raise unless the chunks cover every element exactly once.
 
         Boxes that together hold as many elements as the tensor, lie inside it, and are pairwise disjoint tile it.
-        Disjointness is found by a sweep along the first dimension, so only boxes that meet there are compared.
+        Disjointness is found by a sweep along one dimension, so only boxes that meet there are compared.
         """
         whole = Box.whole(self.shape)
         for chunk in self.chunks:
@@ -256,10 +256,16 @@ class TensorEntry:
         return out
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values, shape `shape`. bfloat16, which numpy lacks, comes as float32 of the same values."""
+        """The values, shape `shape`. bfloat16, which numpy lacks, comes as float32 of the same values.
+
+        Raises CallError for the 8-bit floats, which numpy lacks too; `read` gives them.
+        """
         bits = self.bits()
         if self.dtype == "bfloat16":
-            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            wide = bits.reshape(-1).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).reshape(self.shape)
+        if self.dtype.startswith("float8"):
+            raise CallError(f"numpy has no {self.dtype}; read it as a torch tensor")
         return bits.view(np.dtype(self.dtype))
 
     def read(self) -> torch.Tensor:
@@ -272,11 +278,13 @@ class TensorEntry:
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    boxes = sorted(boxes, key=lambda box: box.offsets)
+    dims = range(len(boxes[0].offsets) if boxes else 0)
+    # The dimension with the most cuts parts the boxes best.
+    dim = max(dims, key=lambda d: len({box.offsets[d] for box in boxes}), default=None)
     live: list[Box] = []
-    for box in boxes:
-        if box.offsets:
-            live = [other for other in live if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+    for box in boxes if dim is None else sorted(boxes, key=lambda box: box.offsets[dim]):
+        if dim is not None:
+            live = [other for other in live if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         for other in live:
             if other.intersect(box) is not None:
                 return other, box
@@ -287,18 +295,37 @@ def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
 def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
     """Read the elements of `chunk` from its open file: an array of bit patterns, shape `chunk.box.sizes`.
 
-    Elements that do not lie in one run are taken from the span that covers them, so callers cut strided chunks into
-    boxes of bounded span first.
+    Elements that do not lie in one run are gathered from runs that cover them, of at most `_STRIDED_READ` elements, so
+    the memory used beside the result is bounded whatever the strides are.
     """
-    bits = bits_dtype(dtype)
-    buffer = np.empty(chunk.span(), bits)
-    if buffer.size:
-        read_exactly(fd, buffer.data.cast("B"), chunk.source.start(), chunk.source.file)
+    out = np.empty(chunk.box.sizes, bits_dtype(dtype))
+    if not out.size:
+        return out
+    source = chunk.source
     if chunk.contiguous:
-        return buffer.reshape(chunk.box.sizes)
-    return np.lib.stride_tricks.as_strided(
-        buffer, chunk.box.sizes, [stride * bits.itemsize for stride in chunk.source.strides]
-    )
+        read_exactly(fd, out.reshape(-1).data.cast("B"), source.start(), source.file)
+    else:
+        _read_strided(fd, out, source.strides, source.start(), source.file)
+    return out
+
+
+_STRIDED_READ = 1 << 17  # elements
+_SPARSE_READ = 1 << 12  # elements; reading so few costs no more than the call does
+
+
+def _read_strided(fd: int, out: Bits, strides: Shape, offset: int, file: str) -> None:
+    span = 1 + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
+    if span <= _SPARSE_READ or span <= min(_STRIDED_READ, 4 * out.size):
+        buffer = np.empty(span, out.dtype)
+        read_exactly(fd, buffer.data.cast("B"), offset, file)
+        out[...] = np.lib.stride_tricks.as_strided(buffer, out.shape, [s * out.itemsize for s in strides])
+        return
+    # Halve along the widest step: what remains lies closer together.
+    dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
+    half = out.shape[dim] // 2
+    low, high = np.split(out, [half], dim)
+    _read_strided(fd, low, strides, offset, file)
+    _read_strided(fd, high, strides, offset + half * strides[dim] * out.itemsize, file)
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, file: str) -> None:

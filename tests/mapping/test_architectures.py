@@ -118,7 +118,8 @@ def memory_form(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of what a model holds in memory, as `renamed` and `fused` tell it."""
     shapes = dict(architecture.tensors)
     for name, saved in architecture.renamed.items():
-        shapes[name] = shapes.pop(saved)
+        if saved in shapes:
+            shapes[name] = shapes.pop(saved)
     for name, experts in architecture.fused.items():
         parts = [[shapes.pop(part) for part in parts] for parts in experts]
         shapes[name] = (len(parts), sum(rows for rows, _ in parts[0]), parts[0][0][1])
@@ -161,7 +162,6 @@ def test_a_key_that_config_lacks_means_what_transformers_takes_it_for(family: st
     in_memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if architecture.tied:
         del in_memory["lm_head.weight"]
-        architecture.renamed.pop("lm_head.weight", None)
     assert memory_form(architecture) == in_memory
 
 
@@ -243,11 +243,17 @@ def test_number_of_labels_from_id2label_then_num_labels_then_two() -> None:
     assert labels(id2label={"0": "a", "1": "b", "2": "c"}) == 3
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "token-classification" in FAMILIES[family].heads])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [
+        (family, bias)
+        for family in FAMILIES
+        for bias in (True, False)
+        # the head of GPT-NeoX always has a bias
+        if "token-classification" in FAMILIES[family].heads and (bias or family != "gpt_neox")
+    ],
+)
 def test_critic_saved_under_the_policys_config_loads_as_a_value_model(family: str, bias: bool, tmp_path: Path) -> None:
-    if family == "gpt_neox" and not bias:
-        pytest.skip("its head always has a bias")
     settings = tiny(family, num_labels=1, token_classification_bias=bias)
     model = build(family, "token-classification", settings)
     config, saved = save(model, tmp_path)

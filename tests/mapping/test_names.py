@@ -90,7 +90,7 @@ def test_wrappers_go_from_weights_and_moments(wrapped: str, index_of: Any) -> No
 
 def test_module_within_a_name_and_look_alikes_stay(index_of: Any) -> None:
     names = {"model.module.weight", "module_list.weight", "model._orig_modal.weight"}
-    assert set(strip_wrappers(index_of(dict.fromkeys(names, [0.0])))) == names
+    assert set(strip_wrappers(index_of(dict.fromkeys(names, 0.0)))) == names
 
 
 def test_two_tensors_under_one_name_are_refused(index_of: Any) -> None:
@@ -208,10 +208,10 @@ def test_ignored_names_are_dropped_and_counted(index_of: Any) -> None:
 def test_unknown_family_is_checked_for_its_layers_only(index_of: Any) -> None:
     config = {"model_type": "brand_new", "num_hidden_layers": 3}
     names = [f"transformer.h.{layer}.w" for layer in range(3)] + ["visual.blocks.0.w", "wte.weight"]
-    assert "only the presence of its 3 layers" in check_layers(index_of(dict.fromkeys(names, [0.0])), config)
+    assert "only the presence of its 3 layers" in check_layers(index_of(dict.fromkeys(names, 0.0)), config)
     assert "not checked" in check_layers(index_of({"wte.weight": [0.0]}), config)
     with pytest.raises(IncompleteError, match=r"transformer\.h\.1\.\*"):
-        check_layers(index_of(dict.fromkeys([n for n in names if ".h.1." not in n], [0.0])), config)
+        check_layers(index_of(dict.fromkeys([n for n in names if ".h.1." not in n], 0.0)), config)
 
 
 # all of it
@@ -226,7 +226,7 @@ def test_to_huggingface_of_a_wrapped_tied_model(index_of: Any) -> None:
     assert set(mapped.index) == set(whole(config))
     assert mapped.config == config
     assert mapped.architecture == expected(config)
-    assert mapped.notes == ("1 tensors that the model does not need were left out",)
+    assert mapped.notes == ("left out, as the model does not need them: 1 tensors",)
 
 
 def test_to_huggingface_of_a_critic_and_of_an_unknown_family(index_of: Any) -> None:

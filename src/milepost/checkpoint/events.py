@@ -84,8 +84,8 @@ class Interrupted:
     """A session that ended without saying so.
 
     last_step:       the last step it finished
-    committed_step:  the step that training goes on from; 0 where none was saved
-    lost_steps:      how many steps must be done again
+    committed_step:  the step that training goes on from, or could; 0 where none was saved
+    lost_steps:      how many steps after that it had finished
     attempt:         the session's restart count
     """
 
@@ -95,8 +95,10 @@ class Interrupted:
     attempt: int
 
 
-def interrupted_session(events: Sequence[Mapping[str, Any]], committed_step: int) -> Interrupted | None:
+def interrupted_session(events: Sequence[Mapping[str, Any]], resumed_from: int | None = None) -> Interrupted | None:
     """What the session before this process's lost, where it was killed; None where it stopped in order or never was.
+
+    resumed_from:  the step that this process goes on from; by default the last that the killed session saved
 
     A session begins with its `start`, or with its `resume` where nobody wrote a start. The last one, if it is this very
     process's, is the present.
@@ -112,10 +114,12 @@ def interrupted_session(events: Sequence[Mapping[str, Any]], committed_step: int
     if not sessions or any(event["event"] == "stop" for event in sessions[-1]):
         return None
     session = sessions[-1]
-    reached = [_number(event.get("step")) for event in session if event["event"] in ("step", "save_durable")]
-    reached += [_number(event.get("from_step")) for event in session if event["event"] == "resume"]
-    last = max(reached, default=committed_step)
-    return Interrupted(last, committed_step, max(0, last - committed_step), _number(session[0].get("attempt")))
+    saved = [_number(event.get("step")) for event in session if event["event"] == "save_durable"]
+    saved += [_number(event.get("from_step")) for event in session if event["event"] == "resume"]
+    finished = [_number(event.get("step")) for event in session if event["event"] == "step"]
+    committed = max(saved, default=0) if resumed_from is None else resumed_from
+    last = max([*saved, *finished, committed])
+    return Interrupted(last, committed, last - committed, _number(session[0].get("attempt")))
 
 
 def _begins_session(event: Mapping[str, Any], session: Sequence[Mapping[str, Any]]) -> bool:

@@ -31,12 +31,14 @@ from milepost.checkpoint.files import sync_directory
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
 from milepost.checkpoint.retention import keep_last
-from milepost.checkpoint.steps import judge, scan, step_name
+from milepost.checkpoint.steps import StepDir, judge, scan
 from milepost.engines.base import Engine
 from milepost.errors import CallError, CheckpointError, ConfigError, MilepostError, MismatchError
 from milepost.index import TensorIndex
 from milepost.jobs.merge import merge
+from milepost.jobs.prepare import prepare
 from milepost.layouts import open_directory
+from milepost.wording import counted
 
 T = TypeVar("T")
 CONTENTS = ("model", "optimizer", "extra")
@@ -73,7 +75,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         roles: Mapping[str, Engine],
         *,
         parts: Mapping[str, Stateful] | None = None,
@@ -107,7 +109,7 @@ class CheckpointManager:
         self._attempt = attempt
         self._report: ResumeReport | None = None
         self._keep_up_to: int | None = None
-        self._saved: int | None = None
+        self._newest: StepDir | None = None
         self._way_is_clear = False
 
     @property
@@ -129,13 +131,14 @@ class CheckpointManager:
         parts, notes = self._restore(start.folder, indexes) if start.folder else (self._all_fresh(), [])
         notes = [
             *start.notes,
-            *on_rank_0(self._comm, lambda: self._see_kill(start.step or 0)),
+            *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
             *(f"removed {name}, left by a save that was killed" for name in swept),
             *notes,
             *self._notes,
         ]
         self._keep_up_to = start.keep_up_to
-        self._saved = start.step if start.keep_up_to == start.step else None
+        if start.folder is not None and start.keep_up_to == start.step:
+            self._newest = StepDir(start.step, start.folder)
         self._report = ResumeReport(
             mode=mode,
             root=self._root,
@@ -157,8 +160,8 @@ class CheckpointManager:
         A step that was saved already, or resumed from, is not saved twice. Raises MilepostError on all ranks and leaves
         what was there untouched: WriteError where a disk refuses.
         """
-        if step == self._saved:
-            return self._root / step_name(step)
+        if self._newest is not None and step == self._newest.step:
+            return self._newest.path
         self._check_step(step)
         self._write_event("save_requested", step=step)
         begun = time.monotonic()
@@ -177,7 +180,7 @@ class CheckpointManager:
         except MilepostError as error:
             self._write_event("save_failed", step=step, error=str(error))
             raise
-        self._saved = step
+        self._newest = StepDir(step, saved.path)
         self._committed(step, saved, time.monotonic() - begun)
         return saved.path
 
@@ -259,16 +262,17 @@ class CheckpointManager:
         parts = [part for role, engine in self._roles.items() for part in restore.fresh_parts(role, engine)]
         return parts + [Part(name, "fresh") for name in self._parts]
 
-    def _see_kill(self, committed: int) -> list[str]:
+    def _see_kill(self, start: Start, mode: str) -> list[str]:
         """Note, on rank 0, that the session before was killed; the line for the report."""
         if self._events is None:
             return []
-        killed = interrupted_session(read_events(self._events.path), committed)
+        # Where the user chose the start, what lies between is no loss.
+        killed = interrupted_session(read_events(self._events.path), (start.step or 0) if mode == "auto" else None)
         if killed is None:
             return []
         self._events.write("kill_seen", **asdict(killed))
-        again = f"{killed.lost_steps} steps are done again" if killed.lost_steps else "no step is lost"
-        return [f"the session before was killed after step {killed.last_step}: {again}"]
+        lost = f"{counted(killed.lost_steps, 'step')} after its last save lost" if killed.lost_steps else "nothing lost"
+        return [f"the session before was killed after step {killed.last_step}: {lost}"]
 
     # Saving
 
@@ -280,8 +284,8 @@ class CheckpointManager:
                     "in mode disable to begin anew"
                 )
             self._keep_up_to = 0
-        if self._saved is not None and step < self._saved:
-            raise CallError(f"step {step} cannot be saved after step {self._saved}: steps only go forward")
+        if self._newest is not None and step < self._newest.step:
+            raise CallError(f"step {step} cannot be saved after step {self._newest.step}: steps only go forward")
 
     def _state(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
@@ -358,4 +362,4 @@ def _check_contents(option: str, contents: Sequence[str]) -> list[str]:
 
 
 def _export_hf(role_dir: Path, target: Path) -> None:
-    merge(role_dir, target)
+    merge(prepare(role_dir), target)

@@ -10,6 +10,7 @@ from typing import Any
 
 from milepost.checkpoint.steps import TRACKER, StepState, judge, newest_good, scan, step_number
 from milepost.errors import ConfigError, DamagedError, IncompleteError, NotFoundError
+from milepost.wording import counted
 
 MODES = ("auto", "disable", "resume_path")
 _LABEL = 10
@@ -98,8 +99,8 @@ class ResumeReport:
 
     def _headline(self) -> str:
         if self.folder is None:
-            return f"fresh start in {self.root} on {_ranks(self.world_size)}"
-        ranks = _ranks(self.world_size)
+            return f"fresh start in {self.root} on {counted(self.world_size, 'rank')}"
+        ranks = counted(self.world_size, "rank")
         if self.saved_world_size not in (None, self.world_size):
             ranks = f"{ranks} (saved by {self.saved_world_size})"
         return f"resumed from {self.folder}: step {self.step}, on {ranks}"
@@ -128,10 +129,6 @@ def _short(part: Part) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<{_LABEL}} {text}"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def choose_start(
@@ -198,7 +195,7 @@ def _passed_over(skipped: Collection[StepState], without: Mapping[Path, str]) ->
 
 
 def _will_move(root: Path, count: int, which: str) -> str:
-    steps = f"1 {which} step" if count == 1 else f"{count} {which} steps"
+    steps = counted(count, f"{which} step")
     return f"the first save moves {steps} of {root} aside, into a folder set_aside_*; nothing is deleted"
 
 

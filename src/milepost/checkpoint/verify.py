@@ -119,4 +119,3 @@ def _record_problems(index: TensorIndex, progress: Progress | None) -> Iterator[
             bad = list(TorchFile(path).bad_records(progress))
             if bad:
                 yield f"{path.name}: {len(bad)} of its records were altered ({bad[0]}): the CRC-32 differs"
-

@@ -19,7 +19,7 @@ from milepost.errors import CallError
 from milepost.index import OPTIMIZER_PREFIX, TensorIndex
 from milepost.jobs import compare as comparison
 from milepost.jobs import merge as merging
-from milepost.jobs.prepare import ModelOptions, prepare, under_cast
+from milepost.jobs.prepare import ModelOptions, prepare, prepare_to_compare, under_cast
 from milepost.layouts import find_layout, open_directory
 from milepost.units import format_bytes, format_seconds, parse_bytes
 
@@ -174,8 +174,8 @@ def test(
     other = _one("HF_DIR", "--test_hf_dir", reference, test_hf_dir)
     located = _found(source, role, backend, quiet)
     theirs = open_directory(other, "huggingface")
-    options = ModelOptions(hf_model_path or other, is_value_model, tie_word_embedding)
-    model = prepare(located.directory, located.layout.name, options, complete=False)
+    options = ModelOptions(hf_model_path, is_value_model, tie_word_embedding)
+    model = prepare_to_compare(located.directory, other, located.layout.name, options)
     with bytes_progress("test", model.index.nbytes, quiet=quiet) as progress:
         report = comparison.compare(
             model.index, theirs, dtype=dtype, atol=atol, rtol=rtol,

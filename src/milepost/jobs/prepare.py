@@ -47,16 +47,29 @@ class HuggingFaceModel:
     notes: tuple[str, ...]
 
 
-def prepare(
-    directory: Path, backend: str = "auto", options: ModelOptions | None = None, *, complete: bool = True
-) -> HuggingFaceModel:
+def prepare(directory: Path, backend: str = "auto", options: ModelOptions | None = None) -> HuggingFaceModel:
     """Open a role directory and map it to Hugging Face; nothing is written.
 
     Raises MismatchError or IncompleteError listing what is missing, extra or of another shape than the architecture in
-    config.json asks for; with `complete=False` finding that is left to the caller.
+    config.json asks for.
     """
     options = options or ModelOptions()
-    companions = companions_of(directory, options.hf_model_path)
+    return _prepare(directory, backend, options, companions_of(directory, options.hf_model_path), complete=True)
+
+
+def prepare_to_compare(
+    directory: Path, reference: Path, backend: str = "auto", options: ModelOptions | None = None
+) -> HuggingFaceModel:
+    """The same for a comparison: a checkpoint without a config of its own is read by the reference's, and what is missing
+    or extra is left to the comparison to find."""
+    options = options or ModelOptions()
+    own = options.hf_model_path or find_companions(directory) or reference
+    return _prepare(directory, backend, options, companions_of(directory, own), complete=False)
+
+
+def _prepare(
+    directory: Path, backend: str, options: ModelOptions, companions: Path, *, complete: bool
+) -> HuggingFaceModel:
     config = read_config(companions)
     if options.tie_word_embedding:
         config["tie_word_embeddings"] = True

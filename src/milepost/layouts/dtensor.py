@@ -21,10 +21,9 @@ _DTENSOR = "torch.distributed.tensor.DTensor"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank pickled it: sizes and names of its dimensions, and the rank's own number and place."""
+    """A device mesh as one rank pickled it: sizes of its dimensions, and the rank's own number and place."""
 
     sizes: Shape
-    names: tuple[str, ...]
     rank: int | None
     coordinate: Shape
 
@@ -40,15 +39,26 @@ class ShardedRef:
 
 
 def sharded_ref(value: Any) -> ShardedRef | None:
-    """What a value of a state dict says of its box, or None where it is no DTensor."""
+    """What a value of a state dict says of its box, or None where it is no DTensor.
+
+    Raises DamagedError where its parts are missing or contradict each other.
+    """
     if not isinstance(value, Record) or value.kind != _DTENSOR:
         return None
+    try:
+        return _sharded_ref(value)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DamagedError(f"a DTensor that cannot be read ({type(error).__name__})") from None
+
+
+def _sharded_ref(value: Record) -> ShardedRef:
     local, spec = value.field("_local_tensor"), value.field("_spec")
     if not isinstance(local, TensorRef) or not isinstance(spec, Record):
         raise DamagedError("a DTensor without a local tensor")
     mesh = _mesh(spec.field("mesh"))
     shape = _shape(spec.field("tensor_meta"))
-    box = local_box(shape, _cuts(spec.field("placements"), mesh.sizes), mesh)
+    cuts = _cuts(spec.field("placements"), mesh.sizes, spec.fields().get("shard_order"))
+    box = local_box(shape, cuts, mesh)
     if box.sizes != local.shape:
         raise DamagedError(
             f"a local tensor of shape {list(local.shape)} where mesh and placement give {list(box.sizes)}"
@@ -70,9 +80,11 @@ def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _cuts(placements: Any, mesh_sizes: Shape) -> dict[int, list[int]]:
+def _cuts(placements: Any, mesh_sizes: Shape, shard_order: Any) -> dict[int, list[int]]:
+    """Tensor dimension -> the mesh dimensions that cut it, in order. `shard_order`: the order where torch notes it, as
+    pairs of the same kind; None where split factors tell it, and before torch 2.10."""
     if not isinstance(placements, tuple | list) or len(placements) != len(mesh_sizes):
-        raise DamagedError(f"placements {placements!r} on a mesh of {len(mesh_sizes)} dimensions")
+        raise DamagedError(f"placements that do not fit a mesh of {len(mesh_sizes)} dimensions")
     shards: dict[int, list[tuple[int, int]]] = {}
     for mesh_dim, placement in enumerate(placements):
         kind = placement.kind.rpartition(".")[2] if isinstance(placement, Record) else "?"
@@ -82,13 +94,19 @@ def _cuts(placements: Any, mesh_sizes: Shape) -> dict[int, list[int]]:
             shards.setdefault(int(fields["dim"]), []).append((mesh_dim, factor))
         elif kind != "Replicate":
             raise DamagedError(f"placement {kind} on mesh dimension {mesh_dim}: its values are sums still to be made")
-    return {dim: _order(cuts, mesh_sizes) for dim, cuts in shards.items()}
+    cuts = {dim: _order(factors, mesh_sizes) for dim, factors in shards.items()}
+    if shard_order is not None:
+        noted = {entry.args[0]: list(entry.args[1]) for entry in shard_order}
+        if {dim: sorted(mesh_dims) for dim, mesh_dims in noted.items()} != {d: sorted(m) for d, m in cuts.items()}:
+            raise DamagedError("a shard order that does not fit the placements")
+        return noted
+    return cuts
 
 
-def _order(cuts: list[tuple[int, int]], mesh_sizes: Shape) -> list[int]:
+def _order(factors: list[tuple[int, int]], mesh_sizes: Shape) -> list[int]:
     """Mesh dimensions in the order in which they cut: each after the later ones that its split factor covers."""
     order: list[int] = []
-    for mesh_dim, factor in reversed(cuts):
+    for mesh_dim, factor in reversed(factors):
         position, covered = 0, 1
         while covered < factor and position < len(order):
             covered *= mesh_sizes[order[position]]
@@ -119,13 +137,18 @@ def _mesh(record: Any) -> Mesh:
     coordinate = fields.get("_coordinate_on_dim")
     if coordinate is None or len(coordinate) != len(sizes):
         raise DamagedError("a device mesh that does not say where its rank stands")
-    names = fields.get("_mesh_dim_names") or fields.get("mesh_dim_names") or ()
-    rank = fields.get("_rank")
-    return Mesh(sizes, tuple(map(str, names)), rank, tuple(int(c) for c in coordinate))
+    return Mesh(sizes, fields.get("_rank"), tuple(int(c) for c in coordinate))
 
 
-def _layout_sizes(layout: Any) -> Shape:
-    return tuple(
-        math.prod(sizes) if isinstance(sizes := axis.field("shape"), tuple) else int(sizes)
-        for axis in layout.field("axes")
-    )
+def _layout_sizes(layout: Record) -> Shape:
+    """Sizes of a mesh's dimensions: of each axis (torch 2.13), or of one shape with a number or tuple for each."""
+    fields = layout.fields()
+    if "axes" in fields:
+        return tuple(_size(axis.field("shape")) for axis in fields["axes"])
+    shape = layout.field("shape")
+    return tuple(_size(size) for size in shape) if isinstance(shape, tuple) else (_size(shape),)
+
+
+def _size(shape: Any) -> int:
+    """Ranks along one mesh dimension, which may itself be made of several."""
+    return math.prod(int(size) for size in shape) if isinstance(shape, tuple) else int(shape)

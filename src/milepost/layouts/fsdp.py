@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError, MismatchError, NotFoundError
-from milepost.index import Chunk, TensorEntry, TensorIndex, moment_name
+from milepost.index import OPTIMIZER_PREFIX, Chunk, TensorEntry, TensorIndex, moment_name
 from milepost.layouts.dtensor import ShardedRef, sharded_ref
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
 
 CONFIG_FILE = "fsdp_config.json"
 KINDS = ("model", "optim", "extra_state")
-_RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_LIKE_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 
 
 def rank_file(kind: str, world_size: int, rank: int) -> str:
@@ -59,7 +60,9 @@ class FsdpLayout:
         if "optim" in kinds:
             optimizers = [TorchFile(path) for path in paths["optim"]]
             names = _parameter_names(optimizers[0], entries, _sharded_names(models[0]))
-            entries |= _entries(optimizers, lambda file: _moments(file, names))
+            moments = _entries(optimizers, lambda file: _moments(file, names))
+            _check_moments(moments, entries)
+            entries |= moments
             objects.param_groups = _param_groups(optimizers[0])
         files = tuple(path for group in paths.values() for path in group)
         return TensorIndex(entries, self.name, files, world_size, objects)
@@ -80,22 +83,22 @@ def _rank_files(directory: Path) -> set[tuple[str, int, int]]:
 
 
 def _world_size(directory: Path, found: set[tuple[str, int, int]]) -> int:
-    sizes = {size for _, size, _ in found}
+    sizes = {size for _, size, _ in found if size}
+    if not sizes:
+        raise NotFoundError(f"{directory}: no model_world_size_*_rank_*.pt here")
     config = directory / CONFIG_FILE
     if config.exists():
         try:
             noted = int(json.loads(config.read_text())["world_size"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{config}: not a config of FSDP files ({error})") from None
-        if sizes and noted not in sizes:
+        if noted not in sizes:
             raise DamagedError(f"{config}: says world size {noted}, the files beside it say {sorted(sizes)}")
         return noted
     if len(sizes) > 1:
         raise DamagedError(
             f"{directory}: files of world sizes {sorted(sizes)} lie together and no {CONFIG_FILE} says which counts"
         )
-    if not sizes:
-        raise NotFoundError(f"{directory}: no model_world_size_*_rank_*.pt here")
     return sizes.pop()
 
 
@@ -133,7 +136,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _state_dict(file: TorchFile) -> Mapping[str, Any]:
-    if not isinstance(file.root, dict):
+    if not isinstance(file.root, dict) or not all(isinstance(name, str) for name in file.root):
         raise DamagedError(f"{file.path}: holds no state dict")
     return file.root
 
@@ -148,7 +151,7 @@ def _entries(
             ref = value if isinstance(value, TensorRef) else _sharded(value, name, file, rank)
             parts.setdefault(name, []).append((file, ref))
     entries: dict[str, TensorEntry] = {}
-    first_name: dict[tuple[str, int, tuple[int, ...]], str] = {}
+    first_name: dict[tuple[TensorRef, tuple[int, ...]], str] = {}
     for name, refs in parts.items():
         if len(refs) != len(files):
             lacking = sorted({f.path.name for f in files} - {f.path.name for f, _ in refs})
@@ -156,8 +159,7 @@ def _entries(
         entry = _join(name, refs)
         # Two names for one storage: tied weights.
         local = refs[0][1] if isinstance(refs[0][1], TensorRef) else refs[0][1].local
-        key = (local.storage.key, local.offset, entry.shape)
-        original = first_name.setdefault(key, name)
+        original = first_name.setdefault((local, entry.shape), name)
         if original != name and local.storage.numel:
             entry = replace(entry, alias_of=original)
         entries[name] = entry
@@ -225,43 +227,60 @@ def _parameter_names(optimizer: TorchFile, entries: Mapping[str, TensorEntry], s
     """Which weight each parameter number of the optimizer means.
 
     torch notes the names in `param_names` where the optimizer was given named parameters. Elsewhere (verl) the
-    numbers follow the order of the model, which only holds if the counts agree.
+    numbers follow the order of the model, which only holds for one group, and if the counts agree.
     """
-    groups = _field(optimizer, "param_groups")
+    groups = _field(optimizer, "param_groups", list)
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise DamagedError(f"{optimizer.path}: parameter groups without parameters")
     numbers = [number for group in groups for number in group["params"]]
-    if all("param_names" in group for group in groups):
-        names = [str(name) for group in groups for name in group["param_names"]]
-        unknown = [name for name in names if name not in entries]
+    if all(isinstance(group.get("param_names"), list) for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+        unknown = [name for name in names if not isinstance(name, str) or name not in entries]
         if unknown:
             raise DamagedError(f"{optimizer.path}: moments of {unknown[0]}, which the model files lack")
     else:
         names = sharded or [name for name, entry in entries.items() if entry.alias_of is None]
-    if len(numbers) != len(names):
+    if len(numbers) != len(names) or (len(groups) > 1 and "param_names" not in groups[0]):
         raise MismatchError(
-            f"{optimizer.path}: {len(numbers)} parameters without names for {len(names)} weights; "
-            "frozen weights or other parameter groups make the order unknown"
+            f"{optimizer.path}: {len(numbers)} parameters without names in {len(groups)} groups for {len(names)} "
+            "weights; several groups, or parameters that were left out, make their order unknown"
         )
+    if not all(isinstance(number, int) for number in numbers) or len(set(numbers)) < len(numbers):
+        raise DamagedError(f"{optimizer.path}: parameters are not numbered one by one")
     return dict(zip(numbers, names, strict=True))
 
 
 def _moments(file: TorchFile, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    for number, state in _field(file, "state").items():
+    for number, state in _field(file, "state", dict).items():
+        if number not in names or not isinstance(state, dict):
+            raise DamagedError(f"{file.path}: a state of parameter {number}, which no group holds")
         for moment, value in state.items():
-            if not isinstance(value, int | float | None):
-                yield moment_name(names[number], moment), value
+            if value is not None:
+                yield moment_name(names[number], str(moment)), value
+
+
+def _check_moments(moments: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry]) -> None:
+    """Raise where a running average has another shape than its weight: then the order of parameters was another."""
+    for name, entry in moments.items():
+        weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+        if moment in _LIKE_WEIGHT and entry.shape != weights[weight].shape:
+            raise MismatchError(
+                f"{name}: shape {list(entry.shape)} for a weight of shape {list(weights[weight].shape)}; the optimizer "
+                "numbers its parameters in another order than the model"
+            )
 
 
 def _param_groups(file: TorchFile) -> list[dict[str, Any]]:
     """Hyperparameters of the groups, without the parameters they hold."""
-    groups: list[dict[str, Any]] = file.plain(_field(file, "param_groups"))
+    groups: list[dict[str, Any]] = file.plain(_field(file, "param_groups", list))
     return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
 
 
-def _field(file: TorchFile, name: str) -> Any:
-    root = _state_dict(file)
-    if name not in root:
+def _field(file: TorchFile, name: str, kind: type) -> Any:
+    value = _state_dict(file).get(name)
+    if not isinstance(value, kind):
         raise DamagedError(f"{file.path}: no {name} in it, so it is no optimizer's state dict")
-    return root[name]
+    return value
 
 
 class _Objects(Mapping[str, Any]):

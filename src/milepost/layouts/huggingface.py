@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SUBDIRECTORY = "huggingface"
 MAX_HEADER = 100_000_000
 """Longest header that safetensors' own reader takes, in bytes."""
 
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _BY_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES.values()}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
@@ -46,33 +48,43 @@ class HuggingFaceLayout:
 
     def open(self, directory: Path) -> TensorIndex:
         """The index of the weights under the names that the files have."""
-        for index_name, single, read in (
-            (WEIGHTS_INDEX, WEIGHTS, read_safetensors),
-            (TORCH_WEIGHTS_INDEX, TORCH_WEIGHTS, _read_torch),
+        # The order in which transformers looks, so that what is read is what it would load.
+        for single, index_name, read in (
+            (WEIGHTS, WEIGHTS_INDEX, read_safetensors),
+            (TORCH_WEIGHTS, TORCH_WEIGHTS_INDEX, _read_torch),
         ):
+            if (directory / single).exists():
+                return TensorIndex(read(directory / single), self.name, (directory / single,))
             if (directory / index_name).exists():
                 weight_map = _weight_map(directory / index_name)
                 files = tuple(directory / name for name in sorted(set(weight_map.values())))
-                missing = [file.name for file in files if not file.exists()]
-                if missing:
-                    raise IncompleteError(f"{directory}: {index_name} names {', '.join(missing)}, missing here")
-                entries = {name: entry for file in files for name, entry in read(file).items()}
-                lost = sorted(set(weight_map) - set(entries))
-                if lost:
-                    raise IncompleteError(
-                        f"{directory}: {index_name} promises {lost[0]}, which {weight_map[lost[0]]} lacks"
-                    )
-                return TensorIndex(entries, self.name, files)
-            if (directory / single).exists():
-                return TensorIndex(read(directory / single), self.name, (directory / single,))
+                return TensorIndex(_read_shards(directory / index_name, weight_map, read), self.name, files)
         raise NotFoundError(f"{directory}: no {WEIGHTS} and no {WEIGHTS_INDEX} here")
+
+
+def _read_shards(
+    index: Path, weight_map: dict[str, str], read: Callable[[Path], dict[str, TensorEntry]]
+) -> dict[str, TensorEntry]:
+    """Entries of the files that an index names; each name of the index from the file that it gives."""
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not index.with_name(file).exists()]
+    if missing:
+        raise IncompleteError(f"{index.parent}: {index.name} names {', '.join(missing)}, missing here")
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        found = read(index.with_name(file))
+        lost = [name for name, where in weight_map.items() if where == file and name not in found]
+        if lost:
+            raise IncompleteError(f"{index.parent}: {index.name} promises {lost[0]}, which {file} lacks")
+        entries |= {name: entry for name, entry in found.items() if weight_map.get(name, file) == file}
+    return entries
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise DamagedError(f"{path}: not an index of weights ({error})") from None
     for file in names.values():
         if Path(file).name != file:
@@ -92,7 +104,7 @@ def read_safetensors(path: Path) -> dict[str, TensorEntry]:
             header = json.loads(file.read(length))
             items = [(name, value) for name, value in header.items() if name != "__metadata__"]
             return {str(name): _safetensors_entry(path, name, value, 8 + length, size) for name, value in items}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _MALFORMED as error:
             raise DamagedError(f"{path}: its header cannot be read ({error})") from None
 
 
@@ -101,10 +113,12 @@ def _safetensors_entry(path: Path, name: str, value: dict[str, Any], base: int, 
     dtype = _BY_CODE.get(value["dtype"])
     if dtype is None:
         raise DamagedError(f"{path}: {name} has the unknown type {value['dtype']}")
-    shape = tuple(int(n) for n in value["shape"])
+    shape = tuple(value["shape"])
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+        raise DamagedError(f"{path}: {name} has shape {shape} at {start}:{end}")
     source = ByteSource(str(path), base + start, contiguous_strides(shape))
     entry = TensorEntry(dtype, shape, (Chunk(Box.whole(shape), source),))
-    if end - start != entry.nbytes or start < 0 or base + end > size:
+    if end - start != entry.nbytes or base + end > size:
         raise DamagedError(
             f"{path}: {name} should hold {entry.nbytes} bytes at {start}:{end}, the file ends at {size - base}"
         )
@@ -113,9 +127,16 @@ def _safetensors_entry(path: Path, name: str, value: dict[str, Any], base: int, 
 
 def _read_torch(path: Path) -> dict[str, TensorEntry]:
     file = TorchFile(path)
-    if not isinstance(file.root, dict):
+    if not isinstance(file.root, dict) or not all(isinstance(name, str) for name in file.root):
         raise DamagedError(f"{path}: holds no state dict")
-    return {str(name): file.entry(value) for name, value in file.root.items() if isinstance(value, TensorRef)}
+    entries: dict[str, TensorEntry] = {}
+    first_name: dict[TensorRef, str] = {}
+    for name, value in file.root.items():
+        if not isinstance(value, TensorRef):
+            raise DamagedError(f"{path}: {name} is no whole tensor, so these are no weights of a model")
+        original = first_name.setdefault(value, name)
+        entries[name] = replace(file.entry(value), alias_of=None if original == name else original)
+    return entries
 
 
 def companion_files(directory: Path) -> list[Path]:

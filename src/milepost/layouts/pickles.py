@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +25,7 @@ import numpy as np
 
 from milepost.errors import DamagedError, RefusedError
 from milepost.index import DTYPES, Shape
+from milepost.layouts.opcodes import check_proportion
 
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -151,6 +153,9 @@ class _StorageType(_Fixed):
     dtype: str
 
 
+_NUMBER_TYPE = re.compile(r"[biufc][0-9]{1,2}")
+
+
 class _Array:
     """A numpy array while it is being built: `_reconstruct` makes it, BUILD fills it."""
 
@@ -172,24 +177,26 @@ class _ArrayType:
 
     __slots__ = ("letters", "order")
 
-    def __init__(self, letters: str, *_: object) -> None:
-        self.letters = str(letters)
-        self.order = "|"
+    def __init__(self, letters: object, *_: object) -> None:
+        self.letters = letters
+        self.order = ""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.order = str(state[1])
+        self.order = ">" if state[1] == ">" else "<"
 
     def value(self) -> np.dtype[Any]:
-        """The element type; only plain numbers and booleans."""
-        dtype = np.dtype((self.order if self.order in "<>" else "") + self.letters)
-        if dtype.kind not in "biufc":
-            raise RefusedError(f"a numpy array of type {dtype}")
-        return dtype
+        """The element type, of numbers or booleans. Only those letters: numpy reads others as a small language."""
+        if not isinstance(self.letters, str):
+            raise DamagedError("a numpy type that is no text")
+        if not _NUMBER_TYPE.fullmatch(self.letters):
+            raise RefusedError(f"a numpy array of type {_shown(self.letters)}")
+        return np.dtype(self.order + self.letters)
 
 
 def load(data: bytes, where: str) -> Any:
     """The object graph of a pickle. `where` names its file in errors."""
     try:
+        check_proportion(data)
         return _Unpickler(io.BytesIO(data), encoding="utf-8").load()
     except RefusedError as error:
         raise RefusedError(f"{where}: {error}; nothing was run. Do not use a file from this source") from None
@@ -204,14 +211,15 @@ class _Unpickler(pickle.Unpickler):
         full = f"{_PYTHON2.get(module, module)}.{name}"
         found = GLOBALS.get(full)
         if found is None:
-            raise RefusedError(f"its pickle asks for {full}, which no checkpoint needs")
+            raise RefusedError(f"its pickle asks for {_shown(full)}, which no checkpoint needs")
         return found
 
     def persistent_load(self, pid: Any) -> StorageRef:
         tag, kind, key, _location, numel = pid
-        if tag != "storage" or not isinstance(kind, _StorageType) or not isinstance(numel, int):
-            raise DamagedError(f"unknown persistent id {tag!r}")
-        return StorageRef(kind.dtype, str(key), numel)
+        known = tag == "storage" and isinstance(kind, _StorageType)
+        if not (known and isinstance(key, str) and isinstance(numel, int)):
+            raise DamagedError("a persistent id that names no storage")
+        return StorageRef(kind.dtype, key, numel)
 
 
 def plain(value: Any, read_tensor: Callable[[TensorRef], Any], limit: int = 1_000_000) -> Any:
@@ -221,7 +229,10 @@ def plain(value: Any, read_tensor: Callable[[TensorRef], Any], limit: int = 1_00
     nested shared tuples can otherwise unfold without end.
     """
     budget = iter(range(limit))
-    return _plain(value, read_tensor, budget)
+    try:
+        return _plain(value, read_tensor, budget)
+    except (RecursionError, TypeError):
+        raise DamagedError("an object graph nested too deep, or with a key that is no plain value") from None
 
 
 def _plain(value: Any, read_tensor: Callable[[TensorRef], Any], budget: Iterator[int]) -> Any:
@@ -246,6 +257,12 @@ def _plain(value: Any, read_tensor: Callable[[TensorRef], Any], budget: Iterator
     return str(value)
 
 
+def _shown(name: str) -> str:
+    """A name from a file, fit for a line of a message."""
+    short = name if len(name) <= 100 else name[:100] + "..."
+    return short if short.isprintable() else ascii(short)
+
+
 def _ints(values: Any) -> Shape:
     if not isinstance(values, tuple | list) or not all(isinstance(v, int) for v in values):
         raise DamagedError("a shape that is no sequence of integers")
@@ -258,7 +275,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
     flags = rest[2] if len(rest) > 2 else None
     if flags:
         # A conjugate or negative view holds other values than its bytes say.
-        raise RefusedError(f"a tensor with view flags {sorted(map(str, flags))}")
+        raise RefusedError("a tensor saved as a conjugate or negative view; save a clone of it")
     shape, strides = _ints(size), _ints(stride)
     if len(shape) != len(strides) or offset < 0 or min(shape + strides, default=0) < 0:
         raise DamagedError(f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset}")
@@ -268,9 +285,9 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
 def _tensor_with_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
 ) -> Any:
-    if dtype not in DTYPES:
-        raise DamagedError(f"a tensor of type {dtype}")
-    return _tensor(storage, offset, size, stride, grad, hooks, *flags, dtype=str(dtype))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedError("a tensor of an unknown type")
+    return _tensor(storage, offset, size, stride, grad, hooks, *flags, dtype=dtype)
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -298,7 +315,7 @@ def _nothing(*_: Any) -> None:
 
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise RefusedError(f"its pickle asks for a text in {encoding}")
+        raise RefusedError("its pickle asks to encode a text otherwise than in latin1")
     return text.encode("latin1")
 
 

@@ -19,13 +19,26 @@ from typing import Any
 
 import numpy as np
 
-from milepost.errors import DamagedError, NotFoundError
+from milepost.errors import DamagedError, NotFoundError, RefusedError
 from milepost.index import Box, ByteSource, Chunk, TensorEntry, itemsize, read_exactly
 from milepost.layouts import pickles
 from milepost.layouts.pickles import TensorRef
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _BLOCK = 1 << 20  # bytes
+_MALFORMED = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    struct.error,
+    ArithmeticError,
+    LookupError,
+    NotImplementedError,
+    ValueError,
+)
+"""What zipfile raises on bytes that are no whole archive."""
+
+_EXPANDED_LIMIT = 1 << 30
+"""Largest size in bytes of a tensor that repeats elements (an expanded view), so holds more than its file does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,9 @@ class TorchFile:
                 self.root = pickles.load(self._read_record(file.fileno(), "data.pkl"), str(path))
         except FileNotFoundError:
             raise NotFoundError(f"{path}: no such file") from None
-        except (zipfile.BadZipFile, zipfile.LargeZipFile, struct.error, UnicodeDecodeError) as error:
+        except IsADirectoryError:
+            raise NotFoundError(f"{path}: is a directory, not a file") from None
+        except _MALFORMED as error:
             raise DamagedError(f"{path}: not a whole torch.save archive ({error}){_hint(path)}") from None
 
     def _read_directory(self, fd: int, infos: list[zipfile.ZipInfo]) -> None:
@@ -62,12 +77,16 @@ class TorchFile:
         for info in infos:
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"{self.path}: record {info.filename} is compressed; torch.save never does that")
+            if not 0 <= info.header_offset <= end:
+                raise DamagedError(f"{self.path}: record {info.filename} begins outside the file")
             magic, name_length, extra_length = _LOCAL_HEADER.unpack(os.pread(fd, 30, info.header_offset))
             start = info.header_offset + 30 + name_length + extra_length
             if magic != b"PK\x03\x04" or start + info.file_size > end:
                 raise DamagedError(f"{self.path}: record {info.filename} reaches outside the file")
             # Names are `<archive name>/<record>`; the archive's own name means nothing.
             name = info.filename.partition("/")[2]
+            if name in self._records:
+                raise DamagedError(f"{self.path}: holds record {info.filename} twice")
             self._records[name] = ZipRecord(name, start, info.file_size, info.CRC)
         byteorder = self._records.get("byteorder")
         if byteorder is not None and os.pread(fd, byteorder.size, byteorder.start) != b"little":
@@ -86,8 +105,8 @@ class TorchFile:
         yield from self._records.values()
 
     def bad_records(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
-        """Names of records whose bytes do not have the CRC-32 that the archive notes. Reads the whole file; `progress` is
-        called with the number of bytes just read."""
+        """Names of records whose bytes do not have the CRC-32 that the archive notes. Reads the whole file; `progress`
+        is called with the number of bytes just read."""
         with self.path.open("rb", buffering=0) as file:
             for record in self._records.values():
                 crc = 0
@@ -111,6 +130,8 @@ class TorchFile:
             raise DamagedError(
                 f"{self.path}: a tensor of shape {list(ref.shape)} reaches outside storage {ref.storage.key}"
             )
+        if box.volume * size > max(record.size, _EXPANDED_LIMIT):
+            raise RefusedError(f"{self.path}: a tensor of shape {list(ref.shape)} made of {record.size} bytes")
         return Chunk(box, ByteSource(str(self.path), record.start + ref.offset * size, ref.strides))
 
     def entry(self, ref: TensorRef) -> TensorEntry:
@@ -118,11 +139,19 @@ class TorchFile:
         return TensorEntry(ref.dtype, ref.shape, (self.chunk(ref),))
 
     def plain(self, value: Any) -> Any:
-        """A part of the object graph as plain containers, numbers and numpy arrays."""
-        return pickles.plain(value, self._array)
+        """A part of the object graph as plain containers, numbers and numpy arrays; a tensor that occurs twice is read
+        once."""
+        arrays: dict[TensorRef, np.ndarray[Any, Any]] = {}
 
-    def _array(self, ref: TensorRef) -> np.ndarray[Any, Any]:
-        return self.entry(ref).numpy()
+        def read(ref: TensorRef) -> np.ndarray[Any, Any]:
+            if ref not in arrays:
+                arrays[ref] = self.entry(ref).numpy()
+            return arrays[ref]
+
+        try:
+            return pickles.plain(value, read)
+        except DamagedError as error:
+            raise DamagedError(f"{self.path}: {error}") from None
 
 
 def _hint(path: Path) -> str:

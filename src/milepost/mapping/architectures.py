@@ -179,8 +179,8 @@ def infer_head(index: TensorIndex, config: Config, is_value_model: bool = False)
                 "leave out --is-value-model, or give the critic's directory"
             )
         return dict(config)
-    class_name = (config.get("architectures") or ["ForCausalLM"])[0]
-    says_policy = class_name.endswith(("ForCausalLM", "LMHeadModel"))
+    named = (config.get("architectures") or [""])[0]
+    says_policy = named.endswith(("ForCausalLM", "LMHeadModel")) or (not named and expected(config) is not None)
     if is_value_model or (says_policy and not any(name in index for name in _OUTPUT_LAYERS)):
         return value_head_config(config, labels=index[f"{head}.weight"].shape[0], bias=f"{head}.bias" in index)
     return dict(config)

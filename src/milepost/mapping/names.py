@@ -23,6 +23,7 @@ from milepost.transfer import windows
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WINDOW_BYTES = 4 << 20
 _NAMED = 10
+_DIGITS = re.compile(r"(\d+)")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -43,7 +44,12 @@ class Mapped:
 
 
 def to_huggingface(
-    index: TensorIndex, config: Config, *, is_value_model: bool = False, allow_missing: Sequence[str] = ()
+    index: TensorIndex,
+    config: Config,
+    *,
+    is_value_model: bool = False,
+    allow_missing: Sequence[str] = (),
+    complete: bool = True,
 ) -> Mapped:
     """All edits of this module, one after the other, and the check at the end.
 
@@ -51,6 +57,7 @@ def to_huggingface(
     config:          the parsed config.json beside it
     is_value_model:  insist on a value head, whatever class config.json names
     allow_missing:   patterns (fnmatch) of names that may be absent
+    complete:        make the check; without it an incomplete checkpoint is mapped as far as it goes
 
     Raises MismatchError or IncompleteError where the checkpoint does not hold exactly what its config asks for.
     """
@@ -63,11 +70,11 @@ def to_huggingface(
     if architecture is not None:
         index, ignored = drop_ignored(to_saved_form(index, architecture), architecture)
         if ignored:
-            notes.append(f"{ignored} tensors that the model does not need were left out")
+            notes.append(f"left out, as the model does not need them: {ignored} tensors")
     index = untie(index, ties(index, true_config, architecture))
-    if architecture is None:
+    if architecture is None and complete:
         notes.append(check_layers(index, true_config))
-    else:
+    elif architecture is not None and complete:
         check(index, architecture, allow_missing)
     return Mapped(index, true_config, architecture, tuple(notes))
 
@@ -263,10 +270,9 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _collapsed(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
-    """Names, where a layer or an expert as a whole is among them said as one: `model.layers.3.* (9 tensors)`."""
+    """Names in order, where a layer or an expert as a whole is among them as one: `model.layers.3.* (9 tensors)`."""
+    names = sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in _DIGITS.split(name)])
     among = Counter(prefix for name in names for prefix in _prefixes(name))
-    if not among:
-        return list(names)
     whole = Counter(prefix for name in all_names for prefix in _prefixes(name))
     seen: dict[str, None] = {}
     for name in names:

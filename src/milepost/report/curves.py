@@ -246,7 +246,9 @@ def _line(points: Iterable[tuple[float, float]], x: Scale, y: Scale) -> str:
 
 def _scattered(runs: Sequence[Sequence[Point]], x: Scale, y: Scale) -> str:
     """Many lost points as dots, one for each place of a coarse grid, evenly thinned to a bound."""
-    seen = {(2 * round(x(step) / 2), 2 * round(y(value) / 2)) for run in runs for step, value in run if math.isfinite(value)}
+    seen = {
+        (2 * round(x(step) / 2), 2 * round(y(value) / 2)) for run in runs for step, value in run if math.isfinite(value)
+    }
     places = sorted(seen)
     return "".join(f"M{across} {down}h0" for across, down in places[:: max(1, math.ceil(len(places) / _MOST_LOST))])
 

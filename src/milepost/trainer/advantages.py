@@ -56,9 +56,7 @@ def masked_whiten(
     return torch.where(mask.bool(), whitened, 0).to(values.dtype)
 
 
-def gae(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, equations 11 and 16).
 
         delta_t = r_t + gamma * V_{t+1} - V_t

@@ -1,7 +1,8 @@
-"""The embedded base model: a tiny Qwen2 with a byte tokenizer, taught a little addition, as a Hugging Face directory.
+"""The embedded base model: a tiny Qwen2 with a byte tokenizer, taught additions badly, as a Hugging Face directory.
 
-A few seconds of supervised learning bring it to where sampling finds right answers now and then, and PPO has something
-to improve. It is made once per run and read like any other local model afterwards.
+A few seconds of supervised learning, from examples of which many are one too low: so the model adds well enough, and
+slips often. Sampling finds both answers, the reward tells them apart, and PPO has something to improve. It is made once
+per run and read like any other local model afterwards.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def _warm_started(
     """A model from random weights, after `warm_start.steps` of AdamW on the answers of the training additions."""
     tokenizer = build_tokenizer()
     train, _ = addition_datasets(task)
-    input_ids, attention_mask, labels = _supervised_tensors(train[:], tokenizer)
+    lessons = [(str(example.prompt), truth) for example in train for truth in _answers(example)]
+    input_ids, attention_mask, labels = _supervised_tensors(lessons, tokenizer)
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
@@ -153,7 +155,8 @@ def _warm_started(
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_start.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, warm_start.steps))
     for step in range(warm_start.steps):
-        rows = torch.randint(len(input_ids), (warm_start.batch_size,), generator=draw)
+        slips = torch.rand(warm_start.batch_size, generator=draw) < warm_start.slip_rate
+        rows = 2 * torch.randint(len(train), (warm_start.batch_size,), generator=draw) + slips
         logits = model(
             input_ids=input_ids[rows],
             attention_mask=attention_mask[rows],
@@ -171,6 +174,11 @@ def _warm_started(
         if progress:
             progress(step + 1, warm_start.steps)
     return model, tokenizer
+
+
+def _answers(example: Example) -> tuple[str, str]:
+    """The sum, and the slip: one less."""
+    return str(example.ground_truth), str(max(int(example.ground_truth or 0) - 1, 0))
 
 
 def _rate(step: int, steps: int) -> float:
@@ -201,15 +209,15 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, size: WarmStartConfig) -> 
 
 
 def _supervised_tensors(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast
+    lessons: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompt and answer of each example, [examples, longest], padded at the left.
+    """Prompt and answer of each lesson, [lessons, longest], padded at the left.
 
     Returns:
         Token ids, attention mask, and labels: the ids of the answer and its end-of-sequence token, -100 elsewhere.
     """
-    prompts = tokenizer([str(example.prompt) for example in examples])["input_ids"]
-    answers = tokenizer([str(example.ground_truth) for example in examples])["input_ids"]
+    prompts = tokenizer([prompt for prompt, _ in lessons])["input_ids"]
+    answers = tokenizer([answer for _, answer in lessons])["input_ids"]
     rows = [(p, [*a, tokenizer.eos_token_id]) for p, a in zip(prompts, answers, strict=True)]
     width = max(len(p) + len(a) for p, a in rows)
     ids = torch.full((len(rows), width), int(tokenizer.pad_token_id))

@@ -263,12 +263,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "actor_rollout_ref.rollout.val_kwargs: do_sample=true needs a temperature above 0"
     if config.reward.path is not None and not all(config.reward.path.rpartition(":")[::2]):
         yield f"reward.path={config.reward.path}: expected module:function or file.py:function"
-    pairs = (task.max_operand + 1) ** 2
-    if task.train_size + task.val_size > pairs:
-        yield (
-            f"task.train_size={task.train_size} and task.val_size={task.val_size} need more additions than the "
-            f"{pairs} there are up to task.max_operand={task.max_operand}"
-        )
+    pairs = (task.max_first + 1) * (task.max_second + 1)
+    if task.val_size >= pairs:
+        yield f"task.val_size={task.val_size} leaves none of the {pairs} additions to train on"
     if warm_start.hidden_size % (2 * warm_start.num_attention_heads):
         yield "warm_start.hidden_size must be a multiple of 2 * warm_start.num_attention_heads"
     if warm_start.num_attention_heads % warm_start.num_key_value_heads:

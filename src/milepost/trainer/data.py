@@ -139,7 +139,9 @@ def collate(
     ]
     width = max((len(row) for row in rows), default=1)
     if tokenizer.pad_token_id is None:
-        raise CallError(f"the tokenizer {tokenizer.name_or_path} has no pad token; set one in its tokenizer_config.json")
+        raise CallError(
+            f"the tokenizer {tokenizer.name_or_path} has no pad token; set one in its tokenizer_config.json"
+        )
     pads = [width - len(row) for row in rows]
     ids = [[tokenizer.pad_token_id] * pad + row for pad, row in zip(pads, rows, strict=True)]
     mask = [[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)]

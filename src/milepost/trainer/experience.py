@@ -147,9 +147,7 @@ class Collector:
     ) -> tuple[Experience, dict[str, float]]:
         algorithm, mask = self._algorithm, sequences.response_mask
         coefficient = self._controller.value if algorithm.use_kl_in_reward else 0.0
-        rewards, kl = apply_kl_penalty(
-            scores, old_logprobs, ref_logprobs, mask, coefficient, kind=algorithm.kl_penalty
-        )
+        rewards, kl = apply_kl_penalty(scores, old_logprobs, ref_logprobs, mask, coefficient, kind=algorithm.kl_penalty)
         advantages, returns = gae(rewards, old_values, mask, algorithm.gamma, algorithm.lam)
         if algorithm.whiten_advantages:
             advantages = masked_whiten(advantages, mask, self._ranks.sum)

@@ -109,14 +109,16 @@ class FixedKLController:
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         if state["type"] == "fixed" and state["kl_coef"] == self.value:
             return None
-        return f"KL coefficient {self.value} from the config, not {state['kl_coef']} ({state['type']}) from the checkpoint"
+        return (
+            f"KL coefficient {self.value} from the config, not {state['kl_coef']} ({state['type']}) from the checkpoint"
+        )
 
 
 class AdaptiveKLController:
     """A coefficient that follows the KL towards a target (arXiv:1909.08593, section 2.2).
 
-        error = clip(KL / target - 1, -0.2, 0.2)
-        coef *= 1 + error * sequences / horizon
+    error = clip(KL / target - 1, -0.2, 0.2)
+    coef *= 1 + error * sequences / horizon
     """
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:

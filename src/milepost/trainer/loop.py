@@ -62,7 +62,7 @@ class PpoTrainer:
             watch = Stopwatch()
             begun = time.perf_counter()
             metrics = self.step(step, watch)
-            metrics |= self._speed(metrics, time.perf_counter() - begun)
+            metrics |= self._speed(metrics, time.perf_counter() - begun) | watch.metrics()
             if events is not None:
                 events.write(
                     "step",

@@ -107,9 +107,7 @@ def policy_loss(
     )
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
-) -> ValueTerms:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float) -> ValueTerms:
     """Squared error of the critic, clipped around its old values (as in OpenAI's ppo2 and in verl and TRL).
 
         near = old_values + clip(values - old_values, -cliprange_value, +cliprange_value)

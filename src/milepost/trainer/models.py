@@ -74,7 +74,9 @@ def load_policy(
     """A causal language model; frozen where `optimizer` is None. `dtype` is that of the sharded weights."""
     config = read_model_config(source)
     with _WeightsOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=source.trust_remote_code
+        )
     # transformers fills what a call to `generate` leaves open from here: a repetition penalty that a chat model brings
     # along would make the sampled distribution another one than the log-probs are computed for.
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
@@ -99,7 +101,7 @@ def load_critic(
     config.num_labels = 1
     config.classifier_dropout = 0.0  # a value is a number, and noise in it is noise in every advantage
     with _WeightsOnMeta():
-        model = AutoModelForTokenClassification.from_config(
+        model = AutoModelForTokenClassification.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=source.trust_remote_code
         )
     config.architectures = [type(model).__name__]

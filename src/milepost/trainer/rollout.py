@@ -57,7 +57,7 @@ def generate(
     if sampling.do_sample:
         # transformers spells "all tokens" as top_k=0.
         settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=sampling.max_response_length,
         eos_token_id=list(tokens.eos),
         pad_token_id=tokens.pad,

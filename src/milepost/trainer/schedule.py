@@ -7,9 +7,7 @@ import math
 from milepost.trainer.schema import OptimConfig
 
 
-def lr_factor(
-    step: int, *, kind: str, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0
-) -> float:
+def lr_factor(step: int, *, kind: str, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
     """What the learning rate of the config is multiplied with in the step after `step` finished ones.
 
         step < warmup_steps   (step + 1) / (warmup_steps + 1)      from above 0 to below 1: no step is spent at rate 0

@@ -102,14 +102,10 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = key(1e-6, "learning rate of AdamW after the warm-up", minimum=0)
-    betas: list[float] = key(
-        [0.9, 0.999], "decay of the running means of AdamW", length=2, minimum=0, maximum=1
-    )
+    betas: list[float] = key([0.9, 0.999], "decay of the running means of AdamW", length=2, minimum=0, maximum=1)
     weight_decay: float = key(0.01, "decoupled weight decay", minimum=0)
     lr_warmup_steps: int = key(-1, "steps in which the rate rises from 0; -1: by lr_warmup_steps_ratio", minimum=-1)
-    lr_warmup_steps_ratio: float = key(
-        0.0, "the same as a fraction of total_training_steps", minimum=0, maximum=1
-    )
+    lr_warmup_steps_ratio: float = key(0.0, "the same as a fraction of total_training_steps", minimum=0, maximum=1)
     lr_scheduler_type: str = key(
         "constant", "course of the rate after the warm-up", choices=("constant", "cosine", "linear")
     )
@@ -228,9 +224,7 @@ class CriticConfig:
     forward_micro_batch_size_per_gpu: int = key(
         II(".ppo_micro_batch_size_per_gpu"), "sequences per forward when values are computed", minimum=1
     )
-    ppo_epochs: int = key(
-        II("actor_rollout_ref.actor.ppo_epochs"), "passes over the batch of one step", minimum=1
-    )
+    ppo_epochs: int = key(II("actor_rollout_ref.actor.ppo_epochs"), "passes over the batch of one step", minimum=1)
     cliprange_value: float = key(0.5, "how far a value may move from its old one in the loss", above=0)
     grad_clip: float = key(1.0, "largest norm of the gradient", above=0)
     model: CriticModelConfig = section(CriticModelConfig, "the backbone of the critic")
@@ -268,9 +262,7 @@ class RewardConfig:
 class TrainerConfig:
     project_name: str = key("milepost", "first folder of the run, and its project in the trackers")
     experiment_name: str = key("additions", "second folder of the run, and its name in the trackers")
-    default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run"
-    )
+    default_local_dir: str = key("checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run")
     total_epochs: int = key(30, "passes over the training prompts", minimum=1)
     total_training_steps: int | None = key(60, "steps to train; null: by total_epochs", minimum=1)
     save_freq: int = key(10, "save every so many steps, and the last; -1: only the last", minimum=-1)
@@ -299,12 +291,10 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    base_model_dir: str = key(
-        "${trainer.default_local_dir}/base_model", "where the embedded base model is made, once"
-    )
-    max_operand: int = key(99, "largest number that is added", minimum=1)
-    train_size: int = key(8192, "additions to train on", minimum=1)
-    val_size: int = key(256, "additions held out", minimum=1)
+    base_model_dir: str = key("${trainer.default_local_dir}/base_model", "where the embedded base model is made, once")
+    max_first: int = key(99, "largest first number", minimum=0)
+    max_second: int = key(9, "largest second number", minimum=0)
+    val_size: int = key(128, "additions held out; all others are trained on", minimum=1)
     seed: int = key(1, "seed of the additions and of the base model", minimum=0)
 
 
@@ -315,8 +305,11 @@ class WarmStartConfig:
     num_hidden_layers: int = key(2, "layers", minimum=1)
     num_attention_heads: int = key(4, "attention heads", minimum=1)
     num_key_value_heads: int = key(2, "key and value heads", minimum=1)
-    steps: int = key(400, "supervised steps; 0: random weights", minimum=0)
-    batch_size: int = key(256, "additions per supervised step", minimum=1)
+    slip_rate: float = key(
+        0.5, "fraction of the examples it learns from whose sum is one too low", minimum=0, maximum=1
+    )
+    steps: int = key(350, "supervised steps; 0: random weights", minimum=0)
+    batch_size: int = key(128, "additions per supervised step", minimum=1)
     lr: float = key(3e-3, "highest learning rate of the supervised steps", above=0)
 
 

@@ -9,19 +9,18 @@ from milepost.trainer.schema import TaskConfig
 
 
 def addition_datasets(task: TaskConfig) -> tuple[PromptDataset, PromptDataset]:
-    """Training and held-out additions, no pair of numbers in both.
+    """Training and held-out additions a+b=, no pair (a, b) in both.
 
-    All pairs (a, b) of 0 ... max_operand are ordered by a seeded generator of which Python guarantees the sequence
-    (`random.Random.random`); the first `val_size` are held out, the next `train_size` trained on.
+    All pairs of 0 ... max_first and 0 ... max_second are ordered by a seeded generator whose sequence Python guarantees
+    (`random.Random.random`); the first `val_size` are held out.
     """
-    numbers = range(task.max_operand + 1)
     draw = random.Random(task.seed).random
-    pairs = [pair for _, pair in sorted((draw(), (a, b)) for a in numbers for b in numbers)]
-    examples = [Example(prompt=f"{a}+{b}=", ground_truth=str(a + b)) for a, b in pairs]
-    held_out, rest = examples[: task.val_size], examples[task.val_size :]
+    pairs = ((a, b) for a in range(task.max_first + 1) for b in range(task.max_second + 1))
+    shuffled = [pair for _, pair in sorted((draw(), pair) for pair in pairs)]
+    examples = [Example(prompt=f"{a}+{b}=", ground_truth=str(a + b)) for a, b in shuffled]
     return (
-        PromptDataset("additions", rest[: task.train_size]),
-        PromptDataset("additions-held-out", held_out),
+        PromptDataset("additions", examples[task.val_size :]),
+        PromptDataset("additions-held-out", examples[: task.val_size]),
     )
 
 

@@ -151,6 +151,8 @@ def copy_range(source_fd: int, source_offset: int, fd: int, offset: int, count: 
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
                 raise
+            copied = 0
+        if copied == 0:  # the end of the file, or a file system that cannot and says so in this way
             copied = _copy_through_memory(source_fd, source_offset, fd, offset, min(count, 1 << 20))
         if copied == 0:
             raise DamagedError(f"{file}: ends {count} bytes short; the file was truncated: copy it again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -50,16 +51,26 @@ def _plan_box(name: str, entry: TensorEntry, box: Box, window_bytes: int) -> Ite
     covered = sum(piece.box.volume for piece in pieces)
     if covered != box.volume:
         raise IncompleteError(f"{name}: {covered} of the {box.volume} elements of box {box} are in the checkpoint")
-    limit = max(1, window_bytes // itemsize(entry.dtype))
-    # A strided piece is read with the gaps between its elements, so what bounds memory is the widest gap ratio.
-    stretch = max((-(-piece.span() // piece.box.volume) for piece in pieces), default=1)
+    pieces.sort(key=lambda piece: piece.box.offsets)
     # Rows at which a chunk begins: cutting there lets most windows be one contiguous range of one file.
     edges = tuple(sorted({piece.box.offsets[0] for piece in pieces})) if box.sizes else ()
-    for part in _cut(box, edges, max(1, limit // stretch)):
+    waiting = deque(pieces)
+    near: list[Chunk] = []
+    for part in _cut(box, edges, max(1, window_bytes // itemsize(entry.dtype))):
+        # Parts come row after row, so each piece is looked at only while the rows that it reaches pass by.
+        start, end = _rows(part)
+        while waiting and _rows(waiting[0].box)[0] < end:
+            near.append(waiting.popleft())
+        near = [piece for piece in near if _rows(piece.box)[1] > start]
         inside = tuple(
-            piece.narrow(shared, entry.dtype) for piece in pieces if (shared := piece.box.intersect(part)) is not None
+            piece.narrow(shared, entry.dtype) for piece in near if (shared := piece.box.intersect(part)) is not None
         )
         yield Window(name, entry.dtype, part, inside)
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """Where a box begins and ends along its first dimension; a scalar is one row."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
 
 
 def _cut(box: Box, edges: tuple[int, ...], limit: int) -> Iterator[Box]:

@@ -14,6 +14,8 @@ import torch
 
 from milepost.checkpoint.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
+from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.steps import STATE_FILE
 from milepost.engines.base import LiveTensor, RoleFiles
 from milepost.index import Box, moment_name
 from milepost.layouts import open_directory
@@ -93,7 +95,9 @@ class TinyEngine:
         contents: dict[str, Any] = {"model": self.weights}
         if self.moments:
             state = {
-                number: {moment: self.moments[moment_name(name, moment)] for moment in ("step", "exp_avg", "exp_avg_sq")}
+                number: {
+                    moment: self.moments[moment_name(name, moment)] for moment in ("step", "exp_avg", "exp_avg_sq")
+                }
                 for number, name in enumerate(self.weights)
             }
             numbers = list(range(len(self.weights)))
@@ -189,3 +193,14 @@ def disk_is_at(step_dir: Path, step: int) -> bool:
 def names(root: Path) -> set[str]:
     """What lies in a run's folder, the diary aside."""
     return {path.name for path in root.iterdir()} - {EVENTS}
+
+
+def make_foreign(step_dir: Path) -> None:
+    """What another program would have written: the same role files, a data.pt, and no manifest."""
+    (step_dir / MANIFEST).unlink()
+    (step_dir / STATE_FILE).unlink()
+    (step_dir / "data.pt").write_bytes(b"")
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

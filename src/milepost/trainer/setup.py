@@ -1,0 +1,244 @@
+"""From a config to a trainer that is ready to run: models, data, reward, record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedTokenizerBase
+
+from milepost.checkpoint.comm import on_rank_0
+from milepost.checkpoint.events import EVENTS, EventLog
+from milepost.checkpoint.manager import CheckpointManager
+from milepost.engines.fsdp import MESH_DIM, OptimizerSettings, Sharding
+from milepost.errors import CallError
+from milepost.trainer.base_model import build_base_model
+from milepost.trainer.data import PromptDataset
+from milepost.trainer.experience import Collector, ForwardSizes, Judge, Models
+from milepost.trainer.kl import make_kl_controller
+from milepost.trainer.loop import PpoTrainer
+from milepost.trainer.models import (
+    ModelSource,
+    convert_gguf,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    special_tokens,
+)
+from milepost.trainer.ranks import Ranks
+from milepost.trainer.reward import load_reward
+from milepost.trainer.rollout import Sampling
+from milepost.trainer.sampler import GlobalSampler
+from milepost.trainer.schedule import lr_factor, schedule_steps
+from milepost.trainer.schema import FsdpConfig, OptimConfig, TrainConfig
+from milepost.trainer.task import addition_datasets
+from milepost.trainer.validate import Validator
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CONVERTED = "from_gguf"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Prompts to train on, and held-out ones where there are any."""
+
+    train: PromptDataset
+    validation: PromptDataset | None
+
+
+def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: int) -> PpoTrainer:
+    """Put a run together. All ranks call it; what fails on one is raised on all."""
+    policy_source, critic_source = prepare_models(config, ranks)
+    tokenizer_path = config.actor_rollout_ref.model.tokenizer_path
+    tokenizer = ranks.each(
+        lambda: load_tokenizer(
+            policy_source.directory if tokenizer_path is None else Path(tokenizer_path).expanduser(),
+            trust_remote_code=policy_source.trust_remote_code,
+        )
+    )
+    datasets = ranks.each(lambda: load_datasets(config, tokenizer))
+    total_steps = training_steps(config, len(datasets.train))
+    # Outside of `each`: the ranks meet in it.
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=(MESH_DIM,))
+    models = ranks.each(lambda: load_models(config, mesh, ranks.device, policy_source, critic_source, total_steps))
+    judge = ranks.each(lambda: Judge(tokenizer, load_reward(config.reward.path, config.reward.reward_kwargs)))
+    tokens = ranks.each(lambda: special_tokens(policy_source, tokenizer))
+    controller = make_kl_controller(config.algorithm.kl_ctrl)
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    sampler = ranks.each(lambda: GlobalSampler(datasets.train.fingerprint, seed, shuffle=config.data.shuffle))
+    root = Path(config.trainer.default_local_dir)
+    actor = config.actor_rollout_ref.actor
+    manager = CheckpointManager(
+        root,
+        {"actor": models.actor, "critic": models.critic},
+        parts={"data": sampler, "kl": controller},
+        keep_last=config.trainer.max_actor_ckpt_to_keep,
+        comm=ranks.comm,
+        events=EventLog(root / EVENTS),
+        fingerprint=fingerprint(config, policy_source, datasets),
+        save_contents=actor.checkpoint.save_contents,
+        load_contents=actor.checkpoint.load_contents,
+        run_id=run_id,
+        attempt=attempt,
+    )
+    rollout = config.actor_rollout_ref.rollout
+    collector = Collector(
+        models,
+        judge,
+        Sampling(
+            config.data.max_response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            do_sample=rollout.do_sample,
+        ),
+        tokens,
+        ForwardSizes(
+            policy=rollout.log_prob_micro_batch_size_per_gpu,
+            reference=config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,
+            values=config.critic.forward_micro_batch_size_per_gpu,
+        ),
+        config.algorithm,
+        controller,
+        ranks,
+    )
+    validator = None
+    if datasets.validation is not None:
+        held_out = Sampling(
+            config.data.max_response_length,
+            temperature=rollout.val_kwargs.temperature,
+            top_p=rollout.val_kwargs.top_p,
+            top_k=rollout.val_kwargs.top_k,
+            do_sample=rollout.val_kwargs.do_sample,
+        )
+        validator = Validator(datasets.validation, judge, held_out, tokens, config.data, ranks)
+    return PpoTrainer(
+        config, ranks, models, collector, controller, datasets.train, sampler, validator, manager, total_steps
+    )
+
+
+def prepare_models(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, ModelSource]:
+    """The model directories of policy and critic. Rank 0 makes those that must be made first; the others wait."""
+    model, critic = config.actor_rollout_ref.model, config.critic.model
+    return (
+        ModelSource(_directory(config, ranks, model.path, model.gguf_file), model.trust_remote_code),
+        ModelSource(_directory(config, ranks, critic.path, critic.gguf_file), critic.trust_remote_code),
+    )
+
+
+def _directory(config: TrainConfig, ranks: Ranks, path: str | None, gguf_file: str | None) -> Path:
+    if path is None:
+        directory = Path(config.task.base_model_dir)
+        on_rank_0(ranks.comm, lambda: build_base_model(directory, config.task, config.warm_start))
+        return directory
+    directory = Path(path).expanduser()
+    if gguf_file is None:
+        return directory
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", Path(gguf_file).stem)
+    target = Path(config.trainer.default_local_dir) / f"{_CONVERTED}_{name}"
+    on_rank_0(ranks.comm, lambda: convert_gguf(directory, gguf_file, target))
+    return target
+
+
+def load_datasets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """The prompts that the config names, or the embedded additions."""
+    data = config.data
+
+    def read(files: list[str], most: int) -> PromptDataset:
+        dataset = PromptDataset.from_files(
+            files, prompt_key=data.prompt_key, ground_truth_key=data.ground_truth_key, max_samples=most
+        )
+        if data.filter_overlong_prompts:
+            dataset = dataset.without_overlong(tokenizer, data.max_prompt_length, data.apply_chat_template_kwargs)
+        return dataset
+
+    train, held_out = addition_datasets(config.task)
+    if data.train_files:
+        train = read(data.train_files, data.train_max_samples)
+    validation: PromptDataset | None = None if data.train_files else held_out
+    if data.val_files:
+        validation = read(data.val_files, data.val_max_samples)
+    return Datasets(train, validation)
+
+
+def training_steps(config: TrainConfig, prompts: int) -> int:
+    """The last step: as set, or so many that all epochs' prompts have been seen."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    steps = config.trainer.total_epochs * prompts // config.data.train_batch_size
+    if not steps:
+        raise CallError(
+            f"data.train_batch_size={config.data.train_batch_size} is more than the {prompts} prompts of "
+            f"{config.trainer.total_epochs} epochs: there is no step to train"
+        )
+    return steps
+
+
+def load_models(
+    config: TrainConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: ModelSource,
+    critic: ModelSource,
+    total_steps: int,
+) -> Models:
+    """Actor, critic and, where a KL is asked for, the reference."""
+    actor_config = config.actor_rollout_ref.actor
+    policy_fsdp = actor_config.fsdp_config
+    common: dict[str, Any] = {"mesh": mesh, "device": device, "seed": config.trainer.seed}
+    policy_kwargs = {**common, "dtype": _DTYPES[policy_fsdp.model_dtype], "sharding": _sharding(policy_fsdp)}
+    actor = load_policy(
+        policy, optimizer=_optimizer(actor_config.optim, actor_config.grad_clip, total_steps), **policy_kwargs
+    )
+    value_model = load_critic(
+        critic,
+        dtype=_DTYPES[config.critic.fsdp_config.model_dtype],
+        sharding=_sharding(config.critic.fsdp_config),
+        optimizer=_optimizer(config.critic.optim, config.critic.grad_clip, total_steps),
+        **common,
+    )
+    wanted = config.algorithm.use_kl_in_reward or actor_config.use_kl_loss
+    reference = load_policy(policy, optimizer=None, **policy_kwargs) if wanted else None
+    return Models(actor, value_model, reference)
+
+
+def _sharding(config: FsdpConfig) -> Sharding:
+    return Sharding(_DTYPES[config.dtype], _DTYPES[config.reduce_dtype], config.reshard_after_forward)
+
+
+def _optimizer(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
+    total, warmup = schedule_steps(config, total_steps)
+
+    def factor(step: int) -> float:
+        return lr_factor(
+            step,
+            kind=config.lr_scheduler_type,
+            total_steps=total,
+            warmup_steps=warmup,
+            min_lr_ratio=config.min_lr_ratio,
+        )
+
+    beta1, beta2 = config.betas
+    return OptimizerSettings(config.lr, (beta1, beta2), config.weight_decay, factor, grad_clip)
+
+
+def fingerprint(config: TrainConfig, policy: ModelSource, datasets: Datasets) -> dict[str, str]:
+    """What a resume compares with the run that saved: settings that change what training does, and the data."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    return {
+        "model": str(policy.directory),
+        "data": str(datasets.train.fingerprint),
+        "data.train_batch_size": str(config.data.train_batch_size),
+        "actor_rollout_ref.actor.optim.lr": str(actor.optim.lr),
+        "critic.optim.lr": str(config.critic.optim.lr),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": str(actor.ppo_mini_batch_size),
+        "actor_rollout_ref.actor.ppo_epochs": str(actor.ppo_epochs),
+        "actor_rollout_ref.rollout.temperature": str(config.actor_rollout_ref.rollout.temperature),
+        "algorithm.gamma": str(algorithm.gamma),
+        "algorithm.lam": str(algorithm.lam),
+        "trainer.seed": str(config.trainer.seed),
+    }
