@@ -60,7 +60,7 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.tensor(3.5))
         self.register_buffer("one", torch.tensor([0.25]))
         self.register_buffer("counts", torch.arange(5) * (1 << 40))
-        self.register_buffer("half", torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16))
+        self.register_buffer("slopes", torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import checkpoints
+import pytest
 from ranks import run_ranks
 from zoo import make_zoo
 

@@ -6,8 +6,12 @@ after the first.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +20,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0  # seconds
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.generation.utils",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.quantizers.auto",
+    "milepost.trainer.models",
+]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -24,29 +37,33 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     `function` stands at the top level of a module. An error on any rank is raised here with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "milepost.trainer.models"])
+    context.set_forkserver_preload(PRELOADED)
     results: Any = context.Queue()
+    home = (function.__module__, inspect.getfile(function))
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, store, results, args))
+            context.Process(target=_rank, args=(home, function.__name__, rank, world_size, store, results, args))
             for rank in range(world_size)
         ]
         for process in processes:
             process.start()
         try:
-            outcomes = sorted((results.get(timeout=TIMEOUT) for _ in processes), key=lambda outcome: outcome[0])
+            outcomes: list[tuple[int, bytes, str]] = []
+            while len(outcomes) < world_size and not any(error for _, _, error in outcomes):
+                # After an error the other ranks may wait for the failed one in a collective: read no further.
+                outcomes.append(results.get(timeout=TIMEOUT))
         finally:
             for process in processes:
                 process.join(timeout=5)
                 process.kill()
     errors = [f"rank {rank}:\n{error}" for rank, _, error in outcomes if error]
     assert not errors, "\n".join(errors)
-    return [value for _, value, _ in outcomes]
+    return [pickle.loads(value) for _, value, _ in sorted(outcomes, key=lambda outcome: outcome[0])]
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+    home: tuple[str, str], name: str, rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     import torch
@@ -57,11 +74,24 @@ def _rank(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
     )
     try:
-        results.put((rank, function(*args), ""))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        function = getattr(_module(*home), name)
+        # Pickled here: the queue's own pickling would pass tensors by shared memory of a process that is about to end.
+        results.put((rank, pickle.dumps(function(*args)), ""))
+    except BaseException:  # noqa: BLE001  whatever it is, the test must hear of it
+        results.put((rank, b"", traceback.format_exc()))
     finally:
         # Let every queued result leave before the group goes, or another rank's collective would fail first.
         results.close()
         results.join_thread()
         dist.destroy_process_group()
+
+
+def _module(name: str, file: str) -> Any:
+    """A test's module. pytest gives it a name that cannot be imported, so it is loaded from its file as that."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

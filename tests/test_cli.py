@@ -157,10 +157,10 @@ def test_i84_a_hostile_pickle_is_refused_by_name_and_not_run(
 
 def test_a_full_disk(zoo: Path, tmp_path: Path) -> None:
     """A real file system of 8 KiB, in a mount namespace of its own."""
-    program = f"mount -t tmpfs -o size=8k none {tmp_path} && {sys.executable} -m milepost merge {zoo}/untied/actor {tmp_path}/out; echo $?; ls -A {tmp_path}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    merge = f"{sys.executable} -m milepost merge {zoo}/untied/actor {tmp_path}/out"
+    program = f"mount -t tmpfs -o size=8k none {tmp_path} && {merge}; echo $?; ls -A {tmp_path}"
+    call = ["unshare", "-m", "sh", "-c", program]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
     if "not permitted" in done.stderr or done.returncode:
         pytest.skip("needs the right to mount a file system")
     assert done.stdout.split() == ["2"]

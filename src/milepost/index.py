@@ -310,7 +310,7 @@ def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
 
 
 _STRIDED_READ = 1 << 17  # elements
-_SPARSE_READ = 1 << 12  # elements; reading so few costs no more than the call does
+_SPARSE_READ = 1 << 15  # elements; to read so many costs no more than the call and its bookkeeping do
 
 
 def _read_strided(fd: int, out: Bits, strides: Shape, offset: int, file: str) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,20 +108,20 @@ def scenarios(base: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+def base(module_path: Path) -> Path:
+    return module_path
 
 
 @pytest.fixture(scope="module")
-def told(base: Path) -> Iterator[list[dict[str, Any]]]:
-    yield run_ranks(scenarios, 2, base)
+def told(base: Path) -> list[dict[str, Any]]:
+    return run_ranks(scenarios, 2, base)
 
 
 def test_different_folders_are_an_error_before_the_first_write(told: list[dict[str, Any]], base: Path) -> None:
     for outcome in told:
-        for call in ("roots", "roots_save"):
-            assert outcome[call].kind == "CallError"
-            assert f"rank 0 {base}/root0, rank 1 {base}/root1" in outcome[call].text
+        for call in (outcome["roots"], outcome["roots_save"]):
+            assert call.kind == "CallError"
+            assert f"different folders: rank 0 {base}/root0, rank 1 {base}/root1" in call.text
     assert not (base / "root0").exists()
     assert not (base / "root1").exists()
 

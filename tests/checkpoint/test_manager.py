@@ -169,7 +169,7 @@ def test_weights_in_hugging_face_form_are_part_of_the_commit(tmp_path: Path) -> 
     }  # fmt: skip
     assert "actor/huggingface/model.safetensors" in {record.path for record in manifest.files}
     assert check_files(step_dir, manifest, deep=True) == ()
-    assert not [path for path in step_dir.rglob(".*")]
+    assert not list(step_dir.rglob(".*"))
 
 
 # Retention
@@ -222,7 +222,7 @@ def test_an_empty_folder_is_a_fresh_start_and_says_so(tmp_path: Path) -> None:
 
 
 def test_the_block_of_a_resume(tmp_path: Path) -> None:
-    run = trained(tmp_path, 1, 2)
+    trained(tmp_path, 1, 2)
     EventLog(tmp_path / EVENTS).write("stop", step=2, reason="done")
     assert resumed(tmp_path).manager.report.lines() == [
         f"resumed from {tmp_path}/global_step_2: step 2, on 1 rank",
@@ -577,7 +577,7 @@ def test_keeping_no_step_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 def test_the_diary_of_a_killed_run(tmp_path: Path) -> None:
-    run = trained(tmp_path, 1, 2)
+    trained(tmp_path, 1, 2)
     EventLog(tmp_path / EVENTS).write("step", step=3)
     again = resumed(tmp_path)
     events = read_events(tmp_path / EVENTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,85 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from mapping.tiny import TINY, VARIATIONS, build, save, tiny
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 
 from milepost.errors import MismatchError
 from milepost.index import TensorIndex, moment_name
 from milepost.layouts.huggingface import read_safetensors
-from milepost.mapping import Architecture, expected, infer_head, to_saved_form, value_head_config
+from milepost.mapping import Architecture, expected, to_saved_form
 from milepost.mapping.families import FAMILIES
 
-BUILDERS = {
-    "causal-lm": AutoModelForCausalLM,
-    "sequence-classification": AutoModelForSequenceClassification,
-    "token-classification": AutoModelForTokenClassification,
-    "base": AutoModel,
-}
-TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 33,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
-SPARSE = {"num_experts": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
-LATENT = {
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 6,
-    "q_lora_rank": 5,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 6,
-    "first_k_dense_replace": 1,
-}
-# family -> what its tiny config needs beyond TINY, and the variations that change names or shapes
-VARIATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "llama": (
-        {},
-        [
-            {"tie_word_embeddings": True},
-            {"attention_bias": True, "mlp_bias": True},
-            {"head_dim": 8},
-            {"num_key_value_heads": None},
-        ],
-    ),
-    "mistral": ({}, [{"head_dim": 8}, {"tie_word_embeddings": True}]),
-    "qwen2": ({}, [{"tie_word_embeddings": True}, {"head_dim": 8}]),
-    "qwen3": ({}, [{"head_dim": 8, "attention_bias": True}, {"tie_word_embeddings": True}]),
-    "gemma": ({"head_dim": 8}, [{"attention_bias": True}, {"tie_word_embeddings": False}]),
-    "gemma2": ({"head_dim": 8}, [{"attention_bias": True}, {"tie_word_embeddings": False}]),
-    "gemma3_text": ({"head_dim": 8}, [{"attention_bias": True}, {"tie_word_embeddings": False}]),
-    "phi3": ({}, [{"num_key_value_heads": None}, {"tie_word_embeddings": True}]),
-    "olmo2": ({}, [{"attention_bias": True}, {"tie_word_embeddings": True}]),
-    "gpt_neox": ({}, [{"attention_bias": False}, {"tie_word_embeddings": True}]),
-    "mixtral": ({"num_local_experts": 3}, [{"head_dim": 8}, {"tie_word_embeddings": True}, {"num_local_experts": 1}]),
-    "qwen2_moe": (
-        SPARSE,
-        [{"qkv_bias": False}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"tie_word_embeddings": True}],
-    ),
-    "qwen3_moe": (
-        SPARSE,
-        [{"head_dim": 8, "attention_bias": True}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}],
-    ),
-    "deepseek_v3": (
-        LATENT,
-        [{"q_lora_rank": None}, {"attention_bias": True}, {"n_shared_experts": 2}, {"first_k_dense_replace": 0}],
-    ),
-}
 CASES = [
     pytest.param(family, head, {}, id=f"{family}-{head}") for family in VARIATIONS for head in FAMILIES[family].heads
 ] + [
@@ -97,21 +27,6 @@ CASES = [
     for family, (_, changes) in VARIATIONS.items()
     for change in changes
 ]
-
-
-def tiny(family: str, **changes: Any) -> dict[str, Any]:
-    return {**TINY, **VARIATIONS[family][0], **changes}
-
-
-def build(family: str, head: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
-    config = AutoConfig.for_model(family, **settings)
-    return BUILDERS[head].from_config(config)
-
-
-def save(model: transformers.PreTrainedModel, directory: Path) -> tuple[dict[str, Any], TensorIndex]:
-    model.save_pretrained(directory)
-    config = json.loads((directory / "config.json").read_text())
-    return config, TensorIndex(read_safetensors(directory / "model.safetensors"), "huggingface")
 
 
 def memory_form(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -128,6 +43,31 @@ def memory_form(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 def test_every_family_has_cases() -> None:
     assert set(VARIATIONS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "parameters"),
+    [
+        # hidden, intermediate, layers, heads, key/value heads, vocabulary; parameters as the model cards count them
+        pytest.param("llama", (4096, 14336, 32, 32, 8, 128256), 8_030_261_248, id="Llama-3.1-8B"),
+        pytest.param("mistral", (4096, 14336, 32, 32, 8, 32000), 7_241_732_096, id="Mistral-7B-v0.1"),
+        pytest.param("mixtral", (4096, 14336, 32, 32, 8, 32000), 46_702_792_704, id="Mixtral-8x7B-v0.1"),
+        pytest.param("gemma2", (2304, 9216, 26, 8, 4, 256000), 2_614_341_888, id="gemma-2-2b"),
+        pytest.param("qwen2", (3584, 18944, 28, 28, 4, 152064), 7_615_616_512, id="Qwen2.5-7B"),
+    ],
+)
+def test_published_models_have_their_published_size(model_type: str, sizes: tuple[int, ...], parameters: int) -> None:
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    )
+    architecture = expected({"model_type": model_type, "num_local_experts": 8, **dict(zip(keys, sizes, strict=True))})
+    assert architecture is not None
+    assert sum(math.prod(shape) for shape in architecture.tensors.values()) == parameters
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -206,10 +146,29 @@ def test_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
         to_saved_form(index, architecture)
 
 
-def test_prediction_layer_of_deepseek_is_ignored_and_rotary_buffers_are() -> None:
-    architecture = expected({"model_type": "deepseek_v3", **tiny("deepseek_v3")})
+def test_an_expert_on_its_own_and_in_a_stack_is_refused(tmp_path: Path) -> None:
+    architecture = expected({"model_type": "qwen3_moe", **tiny("qwen3_moe")})
     assert architecture is not None
-    assert architecture.ignored == ("*.rotary_emb.inv_freq", "model.layers.2.*")
+    alone = "model.layers.0.mlp.experts.1.down_proj.weight"
+    tensors = {alone: torch.zeros(16, 12), "model.layers.0.mlp.experts.down_proj": torch.zeros(3, 16, 12)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(MismatchError, match=r"experts\.1\.down_proj\.weight is there twice"):
+        to_saved_form(TensorIndex(read_safetensors(tmp_path / "a.safetensors"), "fsdp"), architecture)
+
+
+@pytest.mark.parametrize(
+    ("family", "ignored"),
+    [
+        ("llama", ("*.rotary_emb.inv_freq",)),
+        ("gpt_neox", ("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias")),
+        # the multi-token prediction layer of a model of 2 layers
+        ("deepseek_v3", ("*.rotary_emb.inv_freq", "model.layers.2.*")),
+    ],
+)
+def test_what_old_files_may_hold(family: str, ignored: tuple[str, ...]) -> None:
+    architecture = expected({"model_type": family, **tiny(family)})
+    assert architecture is not None
+    assert architecture.ignored == ignored
 
 
 @pytest.mark.parametrize(
@@ -241,54 +200,6 @@ def test_number_of_labels_from_id2label_then_num_labels_then_two() -> None:
     assert labels() == 2
     assert labels(num_labels=5) == 5
     assert labels(id2label={"0": "a", "1": "b", "2": "c"}) == 3
-
-
-@pytest.mark.parametrize(
-    ("family", "bias"),
-    [
-        (family, bias)
-        for family in FAMILIES
-        for bias in (True, False)
-        # the head of GPT-NeoX always has a bias
-        if "token-classification" in FAMILIES[family].heads and (bias or family != "gpt_neox")
-    ],
-)
-def test_critic_saved_under_the_policys_config_loads_as_a_value_model(family: str, bias: bool, tmp_path: Path) -> None:
-    settings = tiny(family, num_labels=1, token_classification_bias=bias)
-    model = build(family, "token-classification", settings)
-    config, saved = save(model, tmp_path)
-    policys = {
-        **{key: value for key, value in config.items() if key not in ("id2label", "token_classification_bias")},
-        "architectures": [FAMILIES[family].heads["causal-lm"]],
-    }
-    for true_config in (infer_head(saved, policys), infer_head(saved, config, is_value_model=True)):
-        (tmp_path / "config.json").write_text(json.dumps(true_config))
-        loaded, info = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
-        assert not any(info.values()), info
-        assert loaded.config.architectures == [type(model).__name__]
-        assert loaded.config.num_labels == 1
-        for name, value in model.state_dict().items():
-            assert torch.equal(loaded.state_dict()[name], value), name
-        architecture = expected(true_config)
-        assert architecture is not None
-        assert set(architecture.tensors) == set(saved)
-
-
-def test_policy_keeps_its_config(tmp_path: Path) -> None:
-    config, saved = save(build("qwen2", "causal-lm", tiny("qwen2")), tmp_path)
-    assert infer_head(saved, config) == config
-    with pytest.raises(MismatchError, match=r"no value model.*score\.weight"):
-        infer_head(saved, config, is_value_model=True)
-
-
-def test_value_config_of_families_that_are_unknown_or_have_no_such_class() -> None:
-    config = value_head_config({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 8})
-    assert config["architectures"] == ["GPT2ForTokenClassification"]
-    assert (config["num_labels"], config["id2label"], config["n_embd"]) == (1, {"0": "LABEL_0"}, 8)
-    with pytest.raises(MismatchError, match="olmo2"):
-        value_head_config({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]})
-    with pytest.raises(MismatchError, match="architectures"):
-        value_head_config({"model_type": "gpt2"})
 
 
 def test_needs_neither_torch_nor_transformers() -> None:

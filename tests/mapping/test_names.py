@@ -239,3 +239,10 @@ def test_to_huggingface_of_a_critic_and_of_an_unknown_family(index_of: Any) -> N
     weak = to_huggingface(index_of(critic), {"model_type": "brand_new", "num_hidden_layers": 2})
     assert weak.architecture is None
     assert "unknown to milepost" in weak.notes[-1]
+
+
+def test_to_huggingface_leaves_an_incomplete_model_to_who_asks_for_it(index_of: Any) -> None:
+    index = index_of({f"module.{EMBEDDING}": np.zeros((5, 4))})
+    with pytest.raises(IncompleteError):
+        to_huggingface(index, LLAMA)
+    assert list(to_huggingface(index, LLAMA, complete=False).index) == [EMBEDDING]

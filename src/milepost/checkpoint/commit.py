@@ -86,14 +86,13 @@ def agree(comm: Communicator, root: Path, **what: Any) -> None:
 
 
 def write_step(request: StepRequest, comm: Communicator) -> SavedStep:
-    """Save one step; all ranks call it together.
+    """Save one step; all ranks call it together, with requests that `agree`.
 
     Raises on every rank, and leaves everything as it was, where any rank fails: WriteError where a disk refuses.
     """
     final = request.root / step_name(request.step)
     tmp: Path | None = None
     try:
-        agree(comm, request.root, step=request.step, roles=list(request.roles), contents=request.contents)
         tmp = on_rank_0(comm, lambda: _make_temporary(request))
         together(comm, lambda: _await(tmp, comm.rank))
         records: list[FileRecord] = []
@@ -175,9 +174,7 @@ def _commit(request: StepRequest, tmp: Path, final: Path, records: list[FileReco
         write_durably(tmp / MANIFEST, manifest.to_json().encode())
         for directory, _, _ in os.walk(tmp):
             sync_directory(Path(directory))
-        # Written before the rename, so that a full disk cannot come between the step and its tracker.
-        tracker = request.root / f".{Path(TRACKER).stem}.{secrets.token_hex(4)}.tmp"
-        write_durably(tracker, str(request.step).encode())
+        tracker = _prepare_tracker(request)
         try:
             request.make_way()
             tmp.rename(final)
@@ -222,6 +219,16 @@ def _export(export_hf: ExportHF, tmp: Path, role: str, records: list[FileRecord]
     fresh.rmdir()
     replaced = {record.path for record in exported}
     return [*(record for record in records if record.path not in replaced), *exported]
+
+
+def _prepare_tracker(request: StepRequest) -> Path:
+    """Write the new tracker beside the old one, before the step appears: no full disk can come between the two."""
+    path = request.root / f".{Path(TRACKER).stem}.{secrets.token_hex(4)}.tmp"
+    try:
+        write_durably(path, str(request.step).encode())
+    except OSError as error:
+        raise WriteError(f"{request.root / TRACKER}: {reason(error)}") from error
+    return path
 
 
 def _move_tracker(request: StepRequest, prepared: Path) -> None:

@@ -160,6 +160,7 @@ class CheckpointManager:
         A step that was saved already, or resumed from, is not saved twice. Raises MilepostError on all ranks and leaves
         what was there untouched: WriteError where a disk refuses.
         """
+        agree(self._comm, self._root, step=step, roles=list(self._roles), hf_model=self._hf_model)
         if self._newest is not None and step == self._newest.step:
             return self._newest.path
         self._check_step(step)

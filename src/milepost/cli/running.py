@@ -43,14 +43,23 @@ def train(
     nnodes: Annotated[
         str | None, typer.Option("--nnodes", help="Nodes, or MIN:MAX. Default: trainer.nnodes.", show_default=False)
     ] = None,
-    node_rank: Annotated[int, typer.Option("--node-rank", help="This node's number, for a static rendezvous.")] = 0,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", help="This node's number, for a static rendezvous.", show_default=False),
+    ] = None,
     rdzv_backend: Annotated[
-        str, typer.Option("--rdzv-backend", help="How nodes find each other: c10d or static.")
-    ] = "c10d",
+        str | None, typer.Option("--rdzv-backend", help="How nodes find each other: c10d, static.", show_default=False)
+    ] = None,
     rdzv_endpoint: Annotated[
-        str, typer.Option("--rdzv-endpoint", help="HOST:PORT of the rendezvous, for more than one node.")
-    ] = "",
-    rdzv_id: Annotated[str, typer.Option("--rdzv-id", help="Name of the job, the same on every node.")] = "milepost",
+        str | None,
+        typer.Option("--rdzv-endpoint", help="HOST:PORT of the rendezvous, for several nodes.", show_default=False),
+    ] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option("--rdzv-id", help="Name of the job, the same on every node.", show_default=False)
+    ] = None,
+    rdzv_conf: Annotated[
+        str | None, typer.Option("--rdzv-conf", help="More of torchrun's rendezvous settings.", show_default=False)
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="How often to go on after a worker dies.")
     ] = 3,
@@ -63,19 +72,10 @@ def train(
     """
     from milepost.trainer.launch import LaunchOptions, launch  # noqa: PLC0415  only this command needs the trainer
 
-    launch(
-        config_file,
-        overrides or [],
-        LaunchOptions(
-            nproc=nproc,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            rdzv_backend=rdzv_backend,
-            rdzv_endpoint=rdzv_endpoint,
-            rdzv_id=rdzv_id,
-            max_restarts=max_restarts,
-        ),
+    options = LaunchOptions(
+        nproc, nnodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_id, rdzv_conf, max_restarts=max_restarts
     )
+    raise typer.Exit(launch(config_file, overrides or [], options))
 
 
 def config(

@@ -207,6 +207,8 @@ class FsdpEngine:
         """
         if self.optimizer is None:
             raise TypeError("a frozen model has no optimizer step")
+        # A unit that was gathered would show weights without gradients, and pass for a gradient of zero.
+        self.release()
         total = nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if math.isfinite(norm):

@@ -1,7 +1,8 @@
 """Names and shapes of models: what Hugging Face's files of a family hold (from config.json alone), and the edits that
 bring a checkpoint's names there."""
 
-from milepost.mapping.architectures import Architecture, Config, expected, infer_head, value_head_config
+from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.heads import infer_head, value_head_config
 from milepost.mapping.names import (
     Mapped,
     check,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.errors import MismatchError
-from milepost.index import Shape, TensorIndex
+from milepost.index import Shape
 from milepost.mapping.families import FAMILIES
 from milepost.mapping.rules import (
     BASE,
@@ -16,7 +14,6 @@ from milepost.mapping.rules import (
     SEQUENCE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
     Family,
-    MemoryRule,
     Rule,
     Settings,
 )
@@ -78,12 +75,15 @@ def expected(config: Config) -> Architecture | None:
     }
     renamed: dict[str, str] = {}
     fused: dict[str, tuple[tuple[str, ...], ...]] = {}
-    for live in family.memory:
-        for name, parts in _in_memory(live, family, settings):
-            if len(parts[0]) == 1 and "{expert}" not in live.parts[0]:
-                renamed[saved(name)] = saved(parts[0][0])
+    for rule in family.memory:
+        experts = range(settings[family.experts]) if rule.stacked else range(1)
+        for layer in family.layers_of(rule.layers, settings):
+            name = saved(rule.name.format(layer=layer))
+            parts = tuple(tuple(saved(part.format(layer=layer, expert=e)) for part in rule.parts) for e in experts)
+            if rule.stacked:
+                fused[name] = parts
             else:
-                fused[saved(name)] = tuple(tuple(saved(part) for part in row) for row in parts)
+                renamed[name] = parts[0][0]
     return Architecture(
         family=config["model_type"],
         head=head,
@@ -91,7 +91,7 @@ def expected(config: Config) -> Architecture | None:
         tensors=tensors,
         tied=tied,
         ignored=tuple(saved(pattern.format_map(settings)) for pattern in family.ignored),
-        renamed={name: new for name, new in renamed.items() if new in tensors or new in tied},
+        renamed=renamed,
         fused=fused,
     )
 
@@ -112,75 +112,3 @@ def _names(pattern: str, layers: str, family: Family, settings: Settings) -> lis
     return [
         pattern.format(layer=layer, expert=expert) for layer in family.layers_of(layers, settings) for expert in experts
     ]
-
-
-def _in_memory(rule: MemoryRule, family: Family, settings: Settings) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
-    """For each tensor in memory: its name, and for each expert (one where there are none) the names of its parts."""
-    layers = family.layers_of(rule.layers, settings) if "{layer}" in rule.name else [0]
-    experts = range(settings[family.experts]) if "{expert}" in rule.parts[0] else range(1)
-    return [
-        (
-            rule.name.format(layer=layer),
-            tuple(tuple(part.format(layer=layer, expert=expert) for part in rule.parts) for expert in experts),
-        )
-        for layer in layers
-    ]
-
-
-_HEAD_SUFFIX = re.compile(r"(LMHeadModel|Model|For[A-Z]\w*)$")
-_VALUE_HEADS = ("score", "classifier")
-_OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
-
-
-def value_head_config(config: Config, labels: int = 1, bias: bool = True) -> dict[str, Any]:
-    """What config.json must say of a value model: token classification with one label, a value for every token.
-
-    Without a bias in the head, `token_classification_bias` says so to those versions of transformers that know the key;
-    others add a bias of zero.
-
-    Raises MismatchError where transformers has no such class for the family, or config.json names no class at all.
-    """
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is not None:
-        name = family.heads.get(TOKEN_CLASSIFICATION)
-        if name is None:
-            raise MismatchError(
-                f"transformers has no token classification class for {config['model_type']}, so a value model of this "
-                "family has no Hugging Face form"
-            )
-    elif config.get("architectures"):
-        name = _HEAD_SUFFIX.sub("", config["architectures"][0]) + "ForTokenClassification"
-    else:
-        raise MismatchError('config.json names no class; add "architectures" to it, e.g. ["LlamaForCausalLM"]')
-    names = [f"LABEL_{label}" for label in range(labels)]
-    return {
-        **config,
-        "architectures": [name],
-        "num_labels": labels,
-        "id2label": {str(label): name for label, name in enumerate(names)},
-        "label2id": {name: label for label, name in enumerate(names)},
-        **({} if bias else {"token_classification_bias": False}),
-    }
-
-
-def infer_head(index: TensorIndex, config: Config, is_value_model: bool = False) -> dict[str, Any]:
-    """The config made true to the head that is there.
-
-    Trainers save critics under the policy's config.json, which says ForCausalLM, while the files hold a value head
-    (`score.weight`, in some families `classifier.weight`) and no output layer. `is_value_model` insists on that head.
-
-    index:  with wrappers stripped
-    """
-    head = next((name for name in _VALUE_HEADS if f"{name}.weight" in index), None)
-    if head is None:
-        if is_value_model:
-            raise MismatchError(
-                f"this is no value model: it has neither {' nor '.join(f'{name}.weight' for name in _VALUE_HEADS)}; "
-                "leave out --is-value-model, or give the critic's directory"
-            )
-        return dict(config)
-    named = (config.get("architectures") or [""])[0]
-    says_policy = named.endswith(("ForCausalLM", "LMHeadModel")) or (not named and expected(config) is not None)
-    if is_value_model or (says_policy and not any(name in index for name in _OUTPUT_LAYERS)):
-        return value_head_config(config, labels=index[f"{head}.weight"].shape[0], bias=f"{head}.bias" in index)
-    return dict(config)

@@ -17,7 +17,8 @@ import numpy as np
 from milepost.edits import narrow, rename, select
 from milepost.errors import IncompleteError, MismatchError
 from milepost.index import OPTIMIZER_PREFIX, TensorEntry, TensorIndex, moment_name
-from milepost.mapping.architectures import Architecture, Config, expected, infer_head
+from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.heads import infer_head
 from milepost.transfer import windows
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -129,11 +130,7 @@ def _unfuse(
 
 def drop_ignored(index: TensorIndex, architecture: Architecture) -> tuple[TensorIndex, int]:
     """The index without the tensors that old files hold and the architecture does not need, and how many these were."""
-    kept = {
-        name: entry
-        for name, entry in index.items()
-        if name in architecture.tensors or not _matches(name, architecture.ignored)
-    }
+    kept = {name: entry for name, entry in index.items() if not _matches(name, architecture.ignored)}
     return index.with_entries(kept), len(index) - len(kept)
 
 

@@ -69,6 +69,11 @@ class MemoryRule:
     parts: tuple[str, ...]
     layers: str = "all"
 
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a stack of experts."""
+        return "{expert}" in self.parts[0]
+
 
 def tensor(name: str, *shape: str) -> tuple[Rule, ...]:
     """A tensor that is always there."""

@@ -1,0 +1,310 @@
+"""Moving bytes: the right ones, within the memory bound, and a stop at the first error."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import Picture, entry_of, pictures
+
+from milepost.errors import DamagedError, NotFoundError
+from milepost.index import (
+    Bits,
+    Box,
+    ByteSource,
+    Chunk,
+    TensorEntry,
+    TensorIndex,
+    bits_dtype,
+    contiguous_strides,
+    itemsize,
+)
+from milepost.transfer import Window, cast_bits, execute, plan
+from milepost.transfer.execute import copy_range, window_bytes_for
+
+
+@dataclass
+class Memory:
+    """A sink of arrays."""
+
+    arrays: dict[str, Bits]
+    dtypes: dict[str, str]
+    writes: list[tuple[str, Box]] = field(default_factory=list)
+
+    def dtype(self, name: str) -> str:
+        return self.dtypes[name]
+
+    def file_range(self, name: str, box: Box) -> None:
+        return None
+
+    def write(self, name: str, box: Box, bits: Bits) -> None:
+        assert bits.shape == box.sizes
+        assert bits.dtype == bits_dtype(self.dtypes[name])
+        self.arrays[name][box.slices()] += bits  # a box moved twice would not read as it should
+        self.writes.append((name, box))
+
+
+@dataclass
+class OneFile:
+    """A sink of one tensor in one file, after `head` bytes."""
+
+    fd: int
+    shape: tuple[int, ...]
+    wanted: str
+    head: int = 5
+
+    def dtype(self, name: str) -> str:
+        return self.wanted
+
+    def file_range(self, name: str, box: Box) -> tuple[int, int]:
+        strides = contiguous_strides(self.shape)
+        first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+        return self.fd, self.head + first * itemsize(self.wanted)
+
+    def write(self, name: str, box: Box, bits: Bits) -> None:
+        raise AssertionError("a box with a place in a file")
+
+
+def _moving(entry: TensorEntry, window_bytes: int = 64) -> Iterator[Window]:
+    return plan(TensorIndex({"w": entry}, "fsdp"), [("w", Box.whole(entry.shape))], window_bytes)
+
+
+def _memory(entry: TensorEntry, dtype: str | None = None) -> Memory:
+    dtype = dtype or entry.dtype
+    return Memory({"w": np.zeros(entry.shape, bits_dtype(dtype))}, {"w": dtype})
+
+
+@given(pictures(), st.integers(1, 100), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_into_memory(picture: Picture, window_bytes: int, workers: int) -> None:
+    sink = _memory(picture.entry)
+    moved: list[int] = []
+    execute(_moving(picture.entry, window_bytes), sink, workers=workers, progress=moved.append)
+    assert np.array_equal(sink.arrays["w"], picture.bits)
+    assert sum(moved) == picture.entry.nbytes
+
+
+@given(pictures(), st.integers(1, 100), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_into_a_file_with_and_without_a_cast(picture: Picture, window_bytes: int, cast: bool) -> None:
+    wanted = "float32" if cast and picture.entry.dtype == "bfloat16" else picture.entry.dtype
+    fd = os.memfd_create("target")
+    try:
+        execute(_moving(picture.entry, window_bytes), OneFile(fd, picture.entry.shape, wanted))
+        data = os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+    expected = cast_bits(picture.bits, picture.entry.dtype, wanted).tobytes()
+    assert data == (bytes(5) + expected if expected else b"")
+
+
+def test_a_box_of_a_larger_tensor_lands_in_its_place(tmp_path: Path) -> None:
+    values = np.arange(40, dtype=np.uint32)
+    values.tofile(tmp_path / "f")
+    index = TensorIndex({"w": entry_of(tmp_path / "f", "float32", (10, 4))}, "fsdp")
+    sink = _memory(index["w"])
+    execute(plan(index, [("w", Box((3, 1), (4, 2)))], 20), sink)
+    expected = np.zeros((10, 4), np.uint32)
+    expected[3:7, 1:3] = values.reshape(10, 4)[3:7, 1:3]
+    assert np.array_equal(sink.arrays["w"], expected)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "transposed"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_memory_stays_within_the_limit_whatever_the_strides(layout: str, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    shape = (4096, 1024)  # 16 MiB
+    with path.open("wb") as file:
+        file.truncate(math.prod(shape) * 4)
+    if layout == "transposed":
+        chunks = [Chunk(Box.whole(shape), ByteSource(str(path), 0, (1, shape[0])))]
+    else:
+        parts = [Box((0, 0), shape)] if layout == "rows" else [Box((0, n), (4096, 512)) for n in (0, 512)]
+        chunks = [Chunk(box, ByteSource(str(path), box.offsets[1] * 4, (1024, 1))) for box in parts]
+    entry = TensorEntry("float32", shape, chunks)
+
+    class Nowhere(Memory):
+        def write(self, name: str, box: Box, bits: Bits) -> None:
+            self.writes.append((name, box))
+
+    sink = Nowhere({}, {"w": wanted})
+    limit, workers = 2 * MIB, 2
+    tracemalloc.start()
+    try:
+        execute(_moving(entry, window_bytes_for(limit, workers)), sink, workers=workers)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(box.volume for _, box in sink.writes) == entry.numel
+    # Beside the windows: the casts' blocks of 1 MiB with their temporaries, and 512 KiB of a strided read, a worker.
+    assert peak < limit + workers * (3 * MIB + MIB // 2)
+
+
+@pytest.mark.parametrize(("limit", "workers"), [(1 << 30, 2), (1 << 30, 64), (4 * MIB, 2), (600_000, 2), (1, 8)])
+def test_windows_fit_four_times_a_worker_into_the_limit(limit: int, workers: int) -> None:
+    size = window_bytes_for(limit, workers)
+    assert 1 << 16 <= size <= 8 * MIB
+    assert 4 * workers * size <= max(limit, 4 * workers << 16)
+
+
+def _many_windows(path: Path, count: int = 100) -> TensorEntry:
+    """A tensor of `count` windows of 64 bytes."""
+    path.write_bytes(np.random.default_rng(4).bytes(64 * count))
+    return entry_of(path, "uint8", (count, 64))
+
+
+def test_the_plan_is_drawn_only_as_fast_as_windows_are_moved(tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "f")
+    ahead: list[int] = []
+    sink = _memory(entry)
+
+    def drawing() -> Iterator[Window]:
+        for number, window in enumerate(_moving(entry)):
+            ahead.append(number - len(sink.writes))
+            yield window
+
+    execute(drawing(), sink, workers=2)
+    assert len(sink.writes) == 100
+    assert max(ahead) <= 4
+
+
+def test_the_first_error_stops_the_work_and_is_raised(tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "f", 1000)
+
+    class Full(Memory):
+        def write(self, name: str, box: Box, bits: Bits) -> None:
+            if len(self.writes) >= 10:
+                raise OSError(errno.ENOSPC, "No space left on device", "target")
+            super().write(name, box, bits)
+
+    sink = Full(_memory(entry).arrays, {"w": "uint8"})
+    before = threading.active_count()
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        execute(_moving(entry), sink, workers=2)
+    assert caught.value.errno == errno.ENOSPC
+    # What was in flight may still end; nothing goes on behind the caller's back.
+    assert 10 <= len(sink.writes) <= 20
+    assert threading.active_count() == before
+
+
+def test_an_error_of_the_plan_waits_for_the_windows_in_flight(tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "f")
+    sink = _memory(entry)
+
+    def breaking() -> Iterator[Window]:
+        for number, window in enumerate(_moving(entry)):
+            if number == 30:
+                raise DamagedError("w: torn")
+            yield window
+
+    with pytest.raises(DamagedError, match="w: torn"):
+        execute(breaking(), sink, workers=2)
+    written = len(sink.writes)
+    assert 26 <= written <= 30
+    assert len(sink.writes) == written
+
+
+@pytest.mark.parametrize("into_file", [True, False])
+def test_a_source_that_is_truncated_meanwhile_is_named(into_file: bool, tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "shard")
+    os.truncate(tmp_path / "shard", 1000)
+    with (tmp_path / "out").open("wb") as out:
+        sink: Any = OneFile(out.fileno(), entry.shape, "uint8") if into_file else _memory(entry)
+        with pytest.raises(DamagedError, match=r"shard: ends .* short; .*truncated.*copy it again"):
+            execute(_moving(entry), sink)
+
+
+def test_a_source_that_is_gone_is_named(tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "shard")
+    (tmp_path / "shard").unlink()
+    with pytest.raises(NotFoundError, match="shard: gone"):
+        execute(_moving(entry), _memory(entry))
+
+
+def test_no_file_stays_open_after_an_error(tmp_path: Path) -> None:
+    entry = _many_windows(tmp_path / "shard")
+    os.truncate(tmp_path / "shard", 1000)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(DamagedError):
+        execute(_moving(entry), _memory(entry))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+Copy = Callable[..., int]
+
+
+def _copied(tmp_path: Path, size: int = 3 * MIB + 17) -> tuple[bytes, bytes]:
+    """What `copy_range` should have copied and what it did, from byte 3 to byte 7."""
+    data = np.random.default_rng(5).bytes(size)
+    (tmp_path / "in").write_bytes(b"abc" + data + b"rest")
+    with (tmp_path / "in").open("rb") as source, (tmp_path / "out").open("w+b") as target:
+        copy_range(source.fileno(), 3, target.fileno(), 7, size, "in")
+        return bytes(7) + data, os.pread(target.fileno(), size + 100, 0)
+
+
+def test_copy_in_the_kernel(tmp_path: Path) -> None:
+    expected, got = _copied(tmp_path)
+    assert got == expected
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM])
+def test_copy_through_memory_where_the_kernel_refuses(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    expected, got = _copied(tmp_path)
+    assert got == expected
+
+
+def test_copy_where_the_kernel_copies_little_or_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some file systems copy a part and some return 0 without an error and without having copied.
+    real: Copy = os.copy_file_range
+    calls: list[int] = []
+
+    def odd(source: int, target: int, count: int, start: int, at: int) -> int:
+        calls.append(count)
+        return 0 if len(calls) % 2 else real(source, target, min(count, 300_000), start, at)
+
+    monkeypatch.setattr(os, "copy_file_range", odd)
+    expected, got = _copied(tmp_path)
+    assert got == expected
+    assert len(calls) > 2
+
+
+def test_another_error_of_the_kernel_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(OSError, match="No space left"):
+        _copied(tmp_path)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_copy_of_a_short_source_names_it(kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernel:
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    (tmp_path / "in").write_bytes(bytes(10))
+    with (
+        (tmp_path / "in").open("rb") as source,
+        (tmp_path / "out").open("wb") as target,
+        pytest.raises(DamagedError, match=r"^in: ends 5 bytes short"),
+    ):
+        copy_range(source.fileno(), 5, target.fileno(), 0, 10, "in")
