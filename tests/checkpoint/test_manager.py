@@ -35,6 +35,11 @@ def numbers(root: Path) -> list[int]:
     return [step.step for step in scan(root)]
 
 
+def blank(path: Path) -> None:
+    """Other bytes, the same size: what no comparison of sizes finds."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def parts(run: Run) -> dict[str, Part]:
     return {part.name: part for part in run.manager.report.parts}
 
@@ -190,6 +195,15 @@ def test_exports_and_steps_of_other_programs_are_left_alone(tmp_path: Path) -> N
     assert names(tmp_path) == {"global_step_1", "global_step_2_hf", "global_step_3", "global_step_4", TRACKER}
 
 
+def test_a_damaged_step_does_not_use_the_budget(tmp_path: Path) -> None:
+    run = trained(tmp_path, 1, 2, keep_last=2)
+    halve(tmp_path / "global_step_2/actor" / MODEL)
+    run.train(3)
+    assert numbers(tmp_path) == [1, 2, 3]
+    run.train(4)
+    assert numbers(tmp_path) == [3, 4]
+
+
 def test_nothing_is_deleted_before_the_new_step_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(tmp_path, 1, keep_last=1)
     seen = []
@@ -260,7 +274,9 @@ def test_the_tracker_never_goes_back_while_its_step_is_there(tmp_path: Path) -> 
         lambda step: (step / "trainer_state.json").unlink(),
         lambda step: halve(step / "manifest.json"),
         lambda step: (step / "manifest.json").unlink(),
-        lambda step: (step / "actor" / MODEL).write_bytes(bytes((step / "actor" / MODEL).stat().st_size)),
+        lambda step: blank(step / "actor" / MODEL),
+        lambda step: blank(step / "critic" / "extra_state_world_size_1_rank_0.pt"),
+        lambda step: blank(step / "trainer_state.json"),
     ],
 )
 def test_a_step_that_is_not_whole_is_passed_over_before_anything_is_loaded(
@@ -332,8 +348,7 @@ def test_a_named_step_that_is_not_whole_is_an_error_and_no_other_is_taken(tmp_pa
     halve(tmp_path / "global_step_20/actor" / MODEL)
     with pytest.raises(DamagedError, match=r"global_step_20 cannot be resumed from: .*rank_0\.pt has"):
         resumed(tmp_path, "resume_path", tmp_path / "global_step_20")
-    path = tmp_path / "global_step_10/critic" / MODEL
-    path.write_bytes(bytes(path.stat().st_size))
+    blank(tmp_path / "global_step_10/critic" / MODEL)
     with pytest.raises(DamagedError, match="critic"):
         resumed(tmp_path, "resume_path", tmp_path / "global_step_10")
 
@@ -401,6 +416,10 @@ def test_a_restarted_run_goes_on_from_its_own_steps(tmp_path: Path, mode: str) -
     run = resumed(tmp_path, mode, path, run_id="second", attempt=2)
     assert run.is_at(start)
     assert any("restart 2 of this run" in line for line in run.manager.report.lines())
+    # Its own step is not whole: that is no reason to begin again.
+    halve(tmp_path / f"global_step_{start}/actor" / MODEL)
+    with pytest.raises(IncompleteError, match=f"global_step_{start} is damaged"):
+        resumed(tmp_path, mode, path, run_id="second", attempt=3)
     # A new run that is told the same begins as it is told.
     assert resumed(tmp_path, mode, path, run_id="third").manager.report.next_step == start
 

@@ -14,5 +14,5 @@ def our_run(tmp_path_factory: pytest.TempPathFactory) -> ours.OurRun:
 
 @pytest.fixture(scope="session")
 def their_run(tmp_path_factory: pytest.TempPathFactory, our_run: ours.OurRun) -> theirs.TheirRun:
-    """A run that verl saved on two ranks, and what each side made of the other's. Read only; copy what a test changes."""
+    """A run that verl saved on two ranks, and what each side made of the other's. Read only, as above."""
     return theirs.make_run(tmp_path_factory.mktemp("theirs"), our_run)

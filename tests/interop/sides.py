@@ -28,7 +28,7 @@ from milepost.trainer.models import ModelSource, load_critic, load_policy
 from milepost.trainer.schedule import lr_factor
 
 CPU = torch.device("cpu")
-LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 1e-2, (0.9, 0.95), 0.05, 1.0
+LR = 1e-2
 TOTAL_STEPS = 10  # of the cosine schedule without warm-up, which both sides know
 SAVED_STEP = 3
 
@@ -48,10 +48,10 @@ def mesh_of(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("fsdp",))
 
 
-def settings(lr: float = LR) -> OptimizerSettings:
+def settings(lr: float = LR, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.05) -> OptimizerSettings:
     """The optimizer and the schedule of both sides."""
     factor = partial(lr_factor, kind="cosine", total_steps=TOTAL_STEPS)
-    return OptimizerSettings(lr, BETAS, WEIGHT_DECAY, factor, GRAD_CLIP)
+    return OptimizerSettings(lr, betas, weight_decay, factor, grad_clip=1.0)
 
 
 def engines(base: Path, mesh: DeviceMesh, optimizer: OptimizerSettings) -> dict[str, FsdpEngine]:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint as a judge of resharding: the same state, saved on two ranks by both, loaded on three."""
+"""torch.distributed.checkpoint as a judge of resharding: one state saved on two ranks by both, loaded on three."""
 
 from __future__ import annotations
 

@@ -8,13 +8,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl", reason="the peer of these tests; make test installs it")
-
 import torch
 import torch.distributed as dist
 from interop import sides, theirs
@@ -31,7 +29,11 @@ from milepost.checkpoint.comm import SingleProcess
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.steps import judge, list_steps
 from milepost.checkpoint.verify import verify
-from milepost.errors import DamagedError, MismatchError
+from milepost.errors import DamagedError, MismatchError, NotFoundError
+from milepost.jobs.prepare import ModelOptions
+
+# Looked for, not imported: that takes seconds, and verl changes the process that it is imported into.
+pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; make test installs it")
 
 BOTH = ("actor", "critic")
 
@@ -93,18 +95,31 @@ def test_what_travels_with_the_weights_is_what_verl_sends_along(merges: Merges) 
         {name: json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config")}
         for folder in (merges.actor, merges.actor_by_verl)
     )
-    for name, values in ours.items():
-        own, other = ({k: v for k, v in side.items() if v is not None} for side in (values, by_verl[name]))
-        for version in ("transformers_version",):
-            own.pop(version, None)
-            other.pop(version, None)
+    for name in ours:
+        # transformers notes its version, and writes out what is unset.
+        own, other = (
+            {key: value for key, value in side[name].items() if value is not None and key != "transformers_version"}
+            for side in (ours, by_verl)
+        )
         assert own == other, name
+    assert ours["config"]["dtype"] == "bfloat16"
+    assert ours["generation_config"]["eos_token_id"] == [1, 2]
     tokens = [AutoTokenizer.from_pretrained(folder)("17+5=") for folder in (merges.actor, merges.actor_by_verl)]
     assert tokens[0]["input_ids"] == tokens[1]["input_ids"] and len(tokens[0]["input_ids"]) == 5
 
 
 def test_verls_test_accepts_milepost_s_merge_of_a_critic(merges: Merges) -> None:
     assert "FSDP checks passed" in merges.verdict
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_a_role_is_the_same_files_from_either(role: str, our_run: OurRun, their_run: TheirRun) -> None:
+    ours, by_verl = (run.step_dir / role for run in (our_run, their_run))
+    names = [{path.relative_to(r).as_posix() for path in r.rglob("*") if path.is_file()} for r in (ours, by_verl)]
+    generation = {"huggingface/generation_config.json"}  # verl's critic lacks it: a token classifier does not generate
+    export = {"huggingface/model.safetensors"} if role == "actor" else set()
+    assert names[0] - generation == names[1] - generation - export
+    assert json.loads((ours / "fsdp_config.json").read_text()) == json.loads((by_verl / "fsdp_config.json").read_text())
 
 
 # milepost reads what verl saved
@@ -153,6 +168,24 @@ def test_verls_own_export_is_equal_to_the_shards_beside_it(their_run: TheirRun, 
     assert (difference.kind, difference.elements) == ("value", 1)
 
 
+def test_a_run_of_verls_supervised_trainer_is_one_model_a_step(their_run: TheirRun, tmp_path: Path) -> None:
+    step = tmp_path / "run" / their_run.step_dir.name
+    shutil.copytree(their_run.step_dir / "actor", step)  # its export in huggingface/ included
+    (step / "data_0.pt").touch()
+    assert [state.state for state in list_steps(step.parent)] == ["foreign"]
+    checkpoint = milepost.open(step.parent)
+    assert (checkpoint.layout, checkpoint.role, checkpoint.step) == ("fsdp", "", SAVED_STEP)
+    milepost.merge(step.parent, tmp_path / "out")
+    saved = sides.weights_of(their_run.verl.resumed["actor"])
+    sides.assert_same_tensors(load_file(tmp_path / "out" / "model.safetensors"), saved)
+    with pytest.raises(NotFoundError, match="no role critic; it holds one model without roles"):
+        milepost.merge(step.parent, tmp_path / "critic", role="critic")
+    assert verify(step.parent).files == 6
+    (step / "model_world_size_2_rank_1.pt").unlink()
+    assert [state.state for state in list_steps(step.parent)] == ["incomplete"]
+    assert not verify(step.parent).ok
+
+
 # Resume across, same number of ranks
 
 
@@ -196,12 +229,13 @@ def _resume_elsewhere(base: Path, root: Path, lost: Path) -> Any:
         if dist.get_rank() < size:
             roles = sides.engines(base, mesh, theirs.OTHER)
             comm = SingleProcess() if size == 1 else None
-            with CheckpointManager(folder, roles, parts={"data": Counter()}, comm=comm) as manager:
-                assert manager.resume() == SAVED_STEP
-            resumed = sides.facts(roles)
-            if size == 1:
+            manager = CheckpointManager(folder, roles, parts={"data": Counter()}, comm=comm, keep_last=1)
+            assert manager.resume() == SAVED_STEP
+            outcome = sides.facts(roles), manager.report.lines(), sides.draws()
+            if folder == lost:
                 sides.train(roles, SAVED_STEP + 1)
-            outcome = resumed, manager.report.lines(), sides.draws()
+                manager.save(SAVED_STEP + 1)
+            manager.close()
         outcomes.append(outcome)
     return outcomes
 
@@ -216,9 +250,7 @@ def _lost(their_run: TheirRun) -> Path:
     return their_run.root.parent / "faults" / "lost"
 
 
-def test_on_three_ranks_and_on_one_nothing_of_verls_state_is_another(
-    elsewhere: list[Any], their_run: TheirRun
-) -> None:
+def test_on_three_ranks_and_on_one_nothing_of_verls_state_is_another(elsewhere: list[Any], their_run: TheirRun) -> None:
     for outcome in (*(rank[0] for rank in elsewhere), elsewhere[0][1]):
         sides.assert_same(outcome[0], their_run.verl.resumed)
     assert elsewhere[0][0][1] == [
@@ -232,6 +264,17 @@ def test_on_three_ranks_and_on_one_nothing_of_verls_state_is_another(
     ]
     streams = [tuple(rank[0][2]) for rank in elsewhere]
     assert len(set(streams)) == 3
+
+
+def test_a_run_that_moves_over_to_milepost_keeps_what_verl_saved(
+    elsewhere: list[Any], their_run: TheirRun, tmp_path: Path
+) -> None:
+    run = _lost(their_run)  # keep_last is 1: verl's step is not milepost's to delete
+    assert [(s.step, s.state) for s in list_steps(run)] == [(SAVED_STEP, "foreign"), (SAVED_STEP + 1, "committed")]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_STEP + 1)
+    milepost.merge(their_run.step_dir, tmp_path / "verls")
+    assert milepost.test(run / their_run.step_dir.name, tmp_path / "verls").ok
+    assert not milepost.test(run, tmp_path / "verls").ok
 
 
 def _fresh_rng(ranks: int) -> list[str]:
@@ -252,7 +295,7 @@ def test_a_plain_tensor_that_sorts_first_hides_no_rank(their_run: TheirRun, tmp_
     config = tmp_path / "config"
     config.mkdir()
     (config / "config.json").write_text('{"model_type": "of_my_own", "tie_word_embeddings": true}')
-    milepost.merge(role, tmp_path / "out", model=milepost.ModelOptions(hf_model_path=config))
+    milepost.merge(role, tmp_path / "out", model=ModelOptions(hf_model_path=config))
     saved = sides.weights_of(their_run.verl.resumed["actor"])
     assert saved["model.embed_tokens.weight"].shape == (33, 16)
     sides.assert_same_tensors(
@@ -263,7 +306,7 @@ def test_a_plain_tensor_that_sorts_first_hides_no_rank(their_run: TheirRun, tmp_
 def test_a_copy_of_another_ranks_file_is_refused(their_run: TheirRun, tmp_path: Path) -> None:
     assert their_run.faults["copied"] == [34, 16]  # rank 0's rows twice
     role = their_run.root.parent / "faults" / "copied" / "actor"
-    with pytest.raises(DamagedError, match="rank_1.pt: was written by rank 0; it is a copy of another rank's file"):
+    with pytest.raises(DamagedError, match=r"rank_1\.pt: was written by rank 0; it is a copy of another rank's file"):
         milepost.merge(role, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

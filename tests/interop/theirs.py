@@ -5,6 +5,7 @@ Imports verl where it runs, in the ranks: it takes seconds, so one launch does a
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from milepost.checkpoint.manager import CheckpointManager
+from milepost.engines.fsdp import OptimizerSettings
 
-OTHER = sides.settings(lr=0.5)
-"""What an engine is made with that is to take over what a checkpoint says: a rate that would show."""
+OTHER = sides.settings(lr=0.5, betas=(0.5, 0.6), weight_decay=0.3)
+"""What is made to take over what a checkpoint says: settings that would show."""
 
 
 class VerlRole:
     """A model under verl's FSDP2 with verl's optimizer, schedule and checkpoint manager."""
 
-    def __init__(self, base: Path, mesh: DeviceMesh, *, critic: bool, lr: float = sides.LR) -> None:
+    def __init__(self, base: Path, mesh: DeviceMesh, settings: OptimizerSettings, *, critic: bool) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
         from verl.utils.fsdp_utils import apply_fsdp2
@@ -45,8 +47,10 @@ class VerlRole:
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
         apply_fsdp2(self.model, {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}, {})
         self.optimizer: Any = build_optimizer(
-            self.model.parameters(), FSDPOptimizerConfig(lr=lr, betas=sides.BETAS, weight_decay=sides.WEIGHT_DECAY)
+            self.model.parameters(),
+            FSDPOptimizerConfig(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay),
         )
+        self._grad_clip = settings.grad_clip
         self.scheduler: Any = get_cosine_schedule_with_warmup(self.optimizer, 0, sides.TOTAL_STEPS)
         # The actor's weights in Hugging Face's form too, which makes verl itself a judge of merges.
         contents = ["model", "optimizer", "extra", *([] if critic else ["hf_model"])]
@@ -63,7 +67,7 @@ class VerlRole:
         loss.backward()
 
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), sides.GRAD_CLIP)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -71,9 +75,9 @@ class VerlRole:
         self.scheduler.step()
 
 
-def verl_roles(base: Path, mesh: DeviceMesh, lr: float = sides.LR) -> dict[str, VerlRole]:
+def verl_roles(base: Path, mesh: DeviceMesh, settings: OptimizerSettings) -> dict[str, VerlRole]:
     """Actor and critic."""
-    return {name: VerlRole(base, mesh, critic=name == "critic", lr=lr) for name in ("actor", "critic")}
+    return {name: VerlRole(base, mesh, settings, critic=name == "critic") for name in ("actor", "critic")}
 
 
 def save_step(root: Path, step: int, roles: Mapping[str, VerlRole]) -> None:
@@ -133,7 +137,7 @@ class TheirRun:
 
 
 def make_run(root: Path, ours: OurRun) -> TheirRun:
-    """All that needs verl, in one launch of two ranks."""
+    """All that needs verl, in one launch of two ranks. The model's embeddings are tied, unlike those of our run."""
     base = sides.base_model(root / "base", tied=True)
     said = run_ranks(_everything, 2, base, root, ours.base, ours.root)
     legs = [Leg(*leg, [rank[1][number] for rank in said]) for number, leg in enumerate(said[0][0])]
@@ -145,7 +149,7 @@ def _everything(base: Path, root: Path, our_base: Path, our_root: Path) -> Any:
 
     mesh = sides.mesh_of(2)
     run = root / "run"
-    theirs = verl_roles(base, mesh)
+    theirs = verl_roles(base, mesh, sides.settings())
     sides.seed_rank()
     sides.train(theirs, *range(1, SAVED_STEP + 1))
     save_step(run, SAVED_STEP, theirs)
@@ -156,7 +160,7 @@ def _everything(base: Path, root: Path, our_base: Path, our_root: Path) -> Any:
         manager.resume()
     legs.append(_go_on(roles))
 
-    theirs = verl_roles(our_base, mesh, OTHER.lr)
+    theirs = verl_roles(our_base, mesh, OTHER)
     found = find_latest_ckpt_path(str(our_root))
     for name, role in theirs.items():
         role.manager.load_checkpoint(f"{found}/{name}")
@@ -178,8 +182,6 @@ def _faults(run: Path, scratch: Path) -> dict[str, Any]:
     copied        the actor where rank 1's model file is a copy of rank 0's: shape of verl's merged embedding
     lost          a run whose tracker names a step that is not there: what verl's search finds
     """
-    import shutil
-
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path

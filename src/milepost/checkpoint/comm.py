@@ -1,4 +1,4 @@
-"""How the ranks of a run talk while a step is saved or resumed: small objects, gathered and broadcast.
+"""How the ranks of a run talk while a step is saved or resumed: small objects, gathered on all of them.
 
 A save must never end well on one rank and badly on another. `together` is the one way in which ranks do something
 that can fail: each does its part, all learn how all fared, and if one failed every rank raises.
@@ -31,9 +31,6 @@ class Communicator(Protocol):
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
-
     def barrier(self) -> None:
         """Wait until every rank is here."""
 
@@ -50,10 +47,6 @@ class SingleProcess:
     def all_gather(self, value: T) -> list[T]:
         """The one value."""
         return [value]
-
-    def broadcast(self, value: T) -> T:
-        """The value itself."""
-        return value
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -82,13 +75,6 @@ class TorchCommunicator:
         values: list[Any] = [None] * self.world_size
         self._dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, pickled on the way."""
-        values: list[Any] = [value]
-        self._dist.broadcast_object_list(values, src=0, group=self._group)
-        received: T = values[0]
-        return received
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -49,7 +49,11 @@ def locate(path: Path, *, role: str | None = None, backend: str = "auto") -> Loc
 
 
 def roles_of(step_dir: Path, backend: str = "auto") -> dict[str, Layout]:
-    """The role directories of a step, by name."""
+    """The role directories of a step, by name. A step that is one model without roles (verl's supervised trainer) is
+    its own, under the name ""."""
+    layout = find_layout(step_dir, backend)
+    if layout is not None:
+        return {"": layout}
     found = {path.name: find_layout(path, backend) for path in sorted(step_dir.iterdir()) if path.is_dir()}
     return {name: layout for name, layout in found.items() if layout is not None}
 
@@ -69,7 +73,8 @@ def _in_step(step_dir: Path, role: str | None, backend: str, notes: tuple[str, .
         raise NotFoundError(f"{step_dir}: holds no checkpoint {known}; give the directory of a run, a step or a role")
     name = role or ("actor" if "actor" in roles else next(iter(roles)))
     if name not in roles:
-        raise NotFoundError(f"{step_dir}: has no role {name}; it holds {', '.join(roles)}")
+        held = "one model without roles" if "" in roles else ", ".join(roles)
+        raise NotFoundError(f"{step_dir}: has no role {name}; it holds {held}")
     if role is None and len(roles) > 1:
         notes = (*notes, f"took {name} of {', '.join(roles)}")
     return Located(step_dir / name, roles[name], name, step_number(step_dir), notes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> str | Sequence[str] | None:
         """Take over a state. Returns sentences where it was not restored as it was saved, and why; else nothing."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A step that is about to be loaded: the index of each role, and trainer_state.json."""
+
+    indexes: Mapping[str, TensorIndex]
+    state: Mapping[str, Any]
 
 
 class CheckpointManager:
@@ -127,8 +135,8 @@ class CheckpointManager:
         """
         agree(self._comm, self._root, resume_mode=mode, resume_from_path=path, roles=list(self._roles))
         swept = on_rank_0(self._comm, lambda: sweep(self._root))
-        start, indexes = self._find(mode, path)
-        parts, notes = self._restore(start.folder, indexes) if start.folder else (self._all_fresh(), [])
+        start, opened = self._find(mode, path)
+        parts, notes = (self._all_fresh(), []) if start.folder is None else self._restore(opened)
         notes = [
             *start.notes,
             *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
@@ -149,7 +157,7 @@ class CheckpointManager:
             skipped=start.skipped,
             notes=tuple(notes),
             world_size=self._comm.world_size,
-            saved_world_size=next((index.world_size for index in indexes.values()), None),
+            saved_world_size=next((index.world_size for index in opened.indexes.values()), None),
         )
         self._write_event("resume", **self._report.as_event())
         return start.step
@@ -202,16 +210,16 @@ class CheckpointManager:
 
     # Resuming
 
-    def _find(self, mode: str, path: Path | None) -> tuple[Start, dict[str, TensorIndex]]:
-        """The step to go on from and its opened indexes: headers of all roles are read before anything is loaded."""
+    def _find(self, mode: str, path: Path | None) -> tuple[Start, _Opened]:
+        """The step to go on from, opened: headers and small state of all roles are read before anything is loaded."""
         bad: dict[Path, str] = {}
         while True:
             start = on_rank_0(self._comm, lambda: self._choose(mode, path, bad))
             folder = start.folder
             if folder is None:
-                return start, {}
+                return start, _Opened({}, {})
             try:
-                return start, _on_all(self._comm, partial(_open_roles, folder, self._roles))
+                return start, _on_all(self._comm, partial(_open, folder, self._roles))
             except CheckpointError as error:
                 if folder == path:
                     raise
@@ -222,9 +230,9 @@ class CheckpointManager:
             self._root, mode, path, self._roles, run_id=self._run_id, attempt=self._attempt, without=bad
         )
 
-    def _restore(self, folder: Path, indexes: Mapping[str, TensorIndex]) -> tuple[list[Part], list[str]]:
+    def _restore(self, opened: _Opened) -> tuple[list[Part], list[str]]:
         """Compare everything, then load everything."""
-        state = on_rank_0(self._comm, lambda: restore.read_state(folder))
+        state, indexes = opened.state, opened.indexes
         fits = _on_all(
             self._comm,
             lambda: {role: restore.fit(role, indexes[role], engine.tensors()) for role, engine in self._roles.items()},
@@ -327,8 +335,11 @@ class CheckpointManager:
             self._events.write(event, **fields)
 
 
-def _open_roles(folder: Path, roles: Mapping[str, Engine]) -> dict[str, TensorIndex]:
-    return {role: open_directory(folder / role) for role in roles}
+def _open(folder: Path, roles: Mapping[str, Engine]) -> _Opened:
+    indexes = {role: open_directory(folder / role) for role in roles}
+    for index in indexes.values():
+        dict(index.objects)  # read when first asked for: a damaged file must show now
+    return _Opened(indexes, restore.read_state(folder))
 
 
 def _on_all(comm: Communicator, act: Callable[[], T]) -> T:

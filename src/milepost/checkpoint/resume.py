@@ -161,6 +161,8 @@ def choose_start(
                 f"restart {attempt} of this run: it goes on from its own newest step; {mode} held for its first start"
             )
             return _start_at(root, own.good, own.skipped, without, (note,))
+        if own.skipped or without:
+            raise IncompleteError(_nothing_whole(root, _passed_over(own.skipped, without), None))
     if mode == "disable":
         return _fresh(root)
     if mode == "resume_path":

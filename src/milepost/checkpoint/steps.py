@@ -135,7 +135,8 @@ def _judge_own(step_dir: Path, number: int | None, roles: Collection[str]) -> in
 def _judge_foreign(step_dir: Path, roles: Collection[str], named: bool) -> None:
     if not step_dir.is_dir():
         raise IncompleteError(f"{step_dir}: no such directory")
-    inside = sorted(path for path in step_dir.iterdir() if path.is_dir())
+    # A step that is itself a role's directory is one model without roles: verl's supervised trainer writes such.
+    inside = [step_dir] if find_layout(step_dir) else sorted(path for path in step_dir.iterdir() if path.is_dir())
     wanted = [step_dir / role for role in roles] or [path for path in inside if find_layout(path) is not None]
     if not wanted:
         raise IncompleteError(f"{step_dir} holds no {MANIFEST} and no role's files")

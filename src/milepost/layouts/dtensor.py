@@ -21,11 +21,13 @@ _DTENSOR = "torch.distributed.tensor.DTensor"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank pickled it: sizes of its dimensions, and the rank's own number and place."""
+    """A device mesh as one rank pickled it: sizes of its dimensions, the rank's own place, and its number, which older
+    torch leaves to the tensor of all ranks."""
 
     sizes: Shape
-    rank: int | None
     coordinate: Shape
+    rank: int | None
+    ranks: TensorRef | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
 
 def _cuts(placements: Any, mesh_sizes: Shape, shard_order: Any) -> dict[int, list[int]]:
     """Tensor dimension -> the mesh dimensions that cut it, in order. `shard_order`: the order where torch notes it, as
-    pairs of the same kind; None where split factors tell it, and before torch 2.10."""
+    pairs of the same kind; None where split factors tell it, and in older torch."""
     if not isinstance(placements, tuple | list) or len(placements) != len(mesh_sizes):
         raise DamagedError(f"placements that do not fit a mesh of {len(mesh_sizes)} dimensions")
     shards: dict[int, list[tuple[int, int]]] = {}
@@ -128,16 +130,23 @@ def _mesh(record: Any) -> Mesh:
     if not isinstance(record, Record):
         raise DamagedError("a DTensor without a mesh")
     fields = record.fields()
+    ranks = fields.get("mesh")  # up to torch 2.9, a tensor of the ranks
     if "_layout" in fields:
         sizes = _layout_sizes(fields["_layout"])
-    elif isinstance(fields.get("mesh"), TensorRef):
-        sizes = fields["mesh"].shape  # torch before 2.9 pickles the mesh as a tensor of ranks
+    elif isinstance(ranks, TensorRef):
+        sizes = ranks.shape
     else:
         raise DamagedError("a device mesh without sizes")
-    coordinate = fields.get("_coordinate_on_dim")
-    if coordinate is None or len(coordinate) != len(sizes):
+    place = fields.get("_coordinate_on_dim")
+    if place is None or len(place) != len(sizes) or not all(0 <= c < n for c, n in zip(place, sizes, strict=True)):
         raise DamagedError("a device mesh that does not say where its rank stands")
-    return Mesh(sizes, fields.get("_rank"), tuple(int(c) for c in coordinate))
+    rank = fields.get("_rank")
+    return Mesh(
+        sizes,
+        tuple(int(c) for c in place),
+        rank if isinstance(rank, int) else None,
+        ranks if isinstance(ranks, TensorRef) else None,
+    )
 
 
 def _layout_sizes(layout: Record) -> Shape:

@@ -21,7 +21,7 @@ from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError, MismatchError, NotFoundError
 from milepost.index import OPTIMIZER_PREFIX, Chunk, TensorEntry, TensorIndex, moment_name
-from milepost.layouts.dtensor import ShardedRef, sharded_ref
+from milepost.layouts.dtensor import Mesh, ShardedRef, sharded_ref
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
 
@@ -147,8 +147,12 @@ def _entries(
     """Join the same-named values of all ranks' files into entries."""
     parts: dict[str, list[tuple[TorchFile, ShardedRef | TensorRef]]] = {}
     for rank, file in enumerate(files):
+        mesh: Mesh | None = None
         for name, value in items(file):
-            ref = value if isinstance(value, TensorRef) else _sharded(value, name, file, rank)
+            ref = value if isinstance(value, TensorRef) else _sharded(value, name, file)
+            if mesh is None and isinstance(ref, ShardedRef):
+                mesh = ref.mesh
+                _check_writer(file, mesh, rank)
             parts.setdefault(name, []).append((file, ref))
     entries: dict[str, TensorEntry] = {}
     first_name: dict[tuple[TensorRef, tuple[int, ...]], str] = {}
@@ -166,7 +170,16 @@ def _entries(
     return entries
 
 
-def _sharded(value: Any, name: str, file: TorchFile, rank: int) -> ShardedRef:
+def _check_writer(file: TorchFile, mesh: Mesh, rank: int) -> None:
+    """Raise where a file was written by another rank than its name says."""
+    writer = mesh.rank
+    if writer is None and mesh.ranks is not None and mesh.ranks.shape == mesh.sizes:
+        writer = int(file.entry(mesh.ranks).numpy()[mesh.coordinate])
+    if writer is not None and writer != rank:
+        raise DamagedError(f"{file.path}: was written by rank {writer}; it is a copy of another rank's file")
+
+
+def _sharded(value: Any, name: str, file: TorchFile) -> ShardedRef:
     try:
         ref = sharded_ref(value)
     except DamagedError as error:
@@ -174,8 +187,6 @@ def _sharded(value: Any, name: str, file: TorchFile, rank: int) -> ShardedRef:
     if ref is None:
         kind = getattr(value, "kind", type(value).__name__)
         raise DamagedError(f"{file.path}: {name} is a {kind}, which this reader of FSDP2 files does not know")
-    if ref.mesh.rank is not None and ref.mesh.rank != rank:
-        raise DamagedError(f"{file.path}: was written by rank {ref.mesh.rank}; it is a copy of another rank's file")
     return ref
 
 

@@ -67,7 +67,7 @@ def _read_shards(
 ) -> dict[str, TensorEntry]:
     """Entries of the files that an index names; each name of the index from the file that it gives."""
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not index.with_name(file).exists()]
+    missing = [file for file in files if not index.with_name(file).is_file()]
     if missing:
         raise IncompleteError(f"{index.parent}: {index.name} names {', '.join(missing)}, missing here")
     entries: dict[str, TensorEntry] = {}
@@ -87,7 +87,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     except _MALFORMED as error:
         raise DamagedError(f"{path}: not an index of weights ({error})") from None
     for file in names.values():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".."):
             raise DamagedError(f"{path}: names {file}, which is no file of this directory")
     return names
 

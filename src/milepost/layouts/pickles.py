@@ -203,7 +203,7 @@ def load(data: bytes, where: str) -> Any:
     except DamagedError as error:
         raise DamagedError(f"{where}: {error}") from None
     except _MALFORMED as error:
-        raise DamagedError(f"{where}: its pickle cannot be read ({type(error).__name__}: {error})") from None
+        raise DamagedError(f"{where}: its pickle cannot be read ({type(error).__name__}: {_shown(str(error))})") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -264,8 +264,8 @@ def _shown(name: str) -> str:
 
 
 def _ints(values: Any) -> Shape:
-    if not isinstance(values, tuple | list) or not all(isinstance(v, int) for v in values):
-        raise DamagedError("a shape that is no sequence of integers")
+    if not isinstance(values, tuple | list) or not all(isinstance(v, int) and v >= 0 for v in values):
+        raise DamagedError("a shape that is no sequence of sizes")
     return tuple(values)
 
 
@@ -277,7 +277,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
         # A conjugate or negative view holds other values than its bytes say.
         raise RefusedError("a tensor saved as a conjugate or negative view; save a clone of it")
     shape, strides = _ints(size), _ints(stride)
-    if len(shape) != len(strides) or offset < 0 or min(shape + strides, default=0) < 0:
+    if len(shape) != len(strides) or offset < 0:
         raise DamagedError(f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset}")
     return TensorRef(dtype or storage.dtype, shape, strides, storage, offset)
 
@@ -375,6 +375,7 @@ def _record_type(kind: str) -> type[Record]:
 GLOBALS: Mapping[str, Any] = MappingProxyType(
     {
         "builtins.set": Sealed(lambda items=(): set(items)),
+        "builtins.bytes": Sealed(lambda: b""),  # how protocol 2 writes no bytes
         "collections.OrderedDict": Sealed(_plain_dict),
         "torch.Size": Sealed(_ints),
         "torch.serialization._get_layout": Sealed(_nothing),

@@ -13,7 +13,8 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, bos, eos = _SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=pad,
         unk_token=pad,  # never met, but the class that AutoTokenizer takes for a Qwen2 would add one of its own
@@ -71,8 +72,7 @@ def build_base_model(
     """Make the base model in `directory`, unless it is there already with the same settings.
 
     It is written beside and renamed, so that a directory of this name is always whole. One process makes it; the same
-    settings give the same weights on the same machine with the same number of threads. The global random state of
-    torch is left as it was.
+    settings give the same weights on the same kind of machine. The global random state of torch is left as it was.
 
     Args:
         directory: a Hugging Face model directory afterwards: safetensors, config, generation config, tokenizer.
@@ -95,7 +95,8 @@ def build_base_model(
                 f"{directory} is not a base model made by milepost and stays as it is; "
                 "move it away or set task.base_model_dir to another folder"
             )
-    model, tokenizer = _warm_started(task, warm_start, progress)
+    with _one_thread():
+        model, tokenizer = _warm_started(task, warm_start, progress)
     scratch = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}"
     old, new = scratch.with_suffix(".old.tmp"), scratch.with_suffix(".tmp")
     try:
@@ -129,6 +130,17 @@ def _recorded_settings(directory: Path) -> Any:
         return json.loads((directory / SETTINGS_FILE).read_text())
     except (OSError, ValueError):
         return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """No slower for matrices this small, much faster beside other work, and the same sums on any number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fsync(path: Path) -> None:
@@ -167,7 +179,7 @@ def _warm_started(
             logits[:, :-1].flatten(0, 1), labels[rows][:, 1:].flatten(), ignore_index=-100
         )
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -200,12 +212,14 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, size: WarmStartConfig) -> 
             num_key_value_heads=size.num_key_value_heads,
             max_position_embeddings=_LONGEST_TEXT,
             tie_word_embeddings=True,
+            initializer_range=0.05,  # so narrow a model learns three times as fast as from the usual 0.02
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
     )
-    return model.train()
+    model.train()
+    return model
 
 
 def _supervised_tensors(

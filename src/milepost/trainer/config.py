@@ -21,7 +21,7 @@ from milepost.errors import ConfigError, NotFoundError
 from milepost.trainer.config_text import config_yaml, json_schema, render_yaml
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections, current_name, unknown_key
 from milepost.trainer.overrides import Override, parse_override, parse_value
-from milepost.trainer.schema import TrainConfig
+from milepost.trainer.schema import ActorConfig, CriticConfig, TrainConfig
 
 __all__ = ["ConfigRow", "TrainConfig", "config_yaml", "describe", "json_schema", "load_config", "render_yaml"]
 
@@ -105,7 +105,8 @@ def _from_file(path: Path) -> dict[str, _Said]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{origin}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{origin}{line}: not YAML: {reason}") from error
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{origin}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
@@ -236,7 +237,10 @@ def _unlock(node: Any) -> None:
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """What values that are good alone say against each other, one sentence each."""
     data, trainer, task, warm_start = config.data, config.trainer, config.task, config.warm_start
-    updates = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    updates: dict[str, ActorConfig | CriticConfig] = {
+        "actor_rollout_ref.actor": config.actor_rollout_ref.actor,
+        "critic": config.critic,
+    }
     for name, role in updates.items():
         if data.train_batch_size % role.ppo_mini_batch_size:
             yield (

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections
 from milepost.trainer.schema import TrainConfig
@@ -41,15 +41,20 @@ def render_yaml() -> str:
 
 
 def _yaml_line(key: ConfigKey, depth: int) -> str:
-    value = yaml.safe_dump(key.default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    items = [_yaml_scalar(item) for item in key.default] if isinstance(key.default, list) else []
+    value = f"[{', '.join(items)}]" if isinstance(key.default, list) else _yaml_scalar(key.default)
     said = f"{'  ' * depth}{key.name.rpartition('.')[2]}: {value}"
     choices = f" ({', '.join(key.choices)})" if key.choices else ""
     return f"{said.ljust(_COMMENT_COLUMN - 1)} # {key.meaning}{choices}"
 
 
+def _yaml_scalar(value: object) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create({"_": value})).removeprefix("_: ").strip()
+
+
 def config_yaml(config: TrainConfig) -> str:
     """A config as plain YAML; `load_config` on it gives an equal config."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def json_schema() -> dict[str, Any]:

@@ -249,7 +249,8 @@ def _prompt(place: str, prompt_key: str, value: object) -> Prompt:
     if isinstance(value, list) and value and all(_is_message(message) for message in value):
         return value
     raise CallError(
-        f"{place}: column {prompt_key!r} must be text or a list of messages with role and content, not {str(value)[:80]!r}"
+        f"{place}: column {prompt_key!r} must be text or a list of messages "
+        f"with role and content, not {str(value)[:80]!r}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -119,11 +120,10 @@ class ConfigKey:
 
 
 def _described(value: object) -> str:
-    kinds = {dict: "a mapping", list: "a list"}
-    if type(value) in kinds:
-        return f"{kinds[type(value)]}: {value}"
-    named = _NAMES.get(type(value), type(value).__name__) if not isinstance(value, bool) else ""
-    return f"{named} {str(value).lower() if isinstance(value, bool) else repr(value)}".strip()
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds: dict[type, str] = {dict: "mapping", list: "list", int: "integer", float: "number", str: "text"}
+    return f"{kinds.get(type(value), type(value).__name__)} {value!r}"
 
 
 @cache
@@ -207,9 +207,9 @@ def unknown_key(name: str, origin: str) -> ConfigError:
 
 
 def _abbreviates(name: str, candidate: str) -> bool:
-    """Whether `name` is `candidate` with some parts left out, as `actor.lr` of `actor_rollout_ref.actor.optim.lr`."""
-    parts = iter(candidate.split("."))
-    return all(part in parts for part in name.split("."))
+    """Whether `name` is `candidate` with some words left out, as `actor.lr` of `actor_rollout_ref.actor.optim.lr`."""
+    words = iter(re.split(r"[._]", candidate))
+    return all(word in words for word in re.split(r"[._]", name))
 
 
 def nearest(name: str, known: set[str]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,27 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """The run is over, well or not."""
+
+
+@contextmanager
+def warm_start_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far the making of the base model has come; takes (steps done, steps in all)."""
+    console = console or Console()
+    with Progress(
+        TextColumn("making the base model"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            if done == 1 and not console.is_terminal:
+                console.print(f"making the base model: {total} supervised steps", highlight=False)
+            progress.update(task, completed=done, total=total)
+
+        yield show
 
 
 class TensorBoardLogger:

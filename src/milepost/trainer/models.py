@@ -6,6 +6,7 @@ index of the directory, as a resume fills it from a checkpoint. No rank ever hol
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Mapping
@@ -161,8 +162,15 @@ def convert_gguf(directory: Path, gguf_file: str, target: Path) -> None:
         raise NotFoundError(f"{directory / gguf_file}: no such file")
     part = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf_file, dtype=torch.float32)
+        read = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf_file, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=gguf_file)
+        # What was read counts as quantised for ever, and as such cannot be saved: its values move into a plain model.
+        config = copy.deepcopy(read.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
         part.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)

@@ -8,9 +8,11 @@ A default such as `II("critic.model.path")` is an OmegaConf interpolation: the v
 one is set. `II(".save_contents")` is relative to the section it stands in.
 """
 
+# ruff: noqa: RUF009  (key() and section() return dataclass fields, one for each use)
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +28,7 @@ def key(
     default: Any,
     meaning: str,
     *,
-    choices: Sequence[str] | dict[str, tuple[str, ...]] | None = None,
+    choices: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -37,12 +39,12 @@ def key(
     Args:
         default: its value where nobody sets it; a list or dict is copied for each instance.
         meaning: one line, shown by `milepost config`.
-        choices: the values it may have; for a list, each element. A dict also names accepted spellings of each.
+        choices: the values it may have; for a list, each element. A mapping also names accepted spellings of each.
         minimum, above, maximum: the range of a number, `above` being exclusive. `None` and, where the meaning says
             so, -1 stand outside it.
         length: how many elements a list must have.
     """
-    named = choices if isinstance(choices, dict) else {c: () for c in choices or ()}
+    named = choices if isinstance(choices, Mapping) else dict.fromkeys(choices or (), ())
     metadata = {
         "help": meaning,
         "choices": tuple(named),
@@ -74,7 +76,7 @@ class DataConfig:
     )
     train_max_samples: int = key(-1, "use only the first so many training prompts; -1: all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first so many held-out prompts; -1: all", minimum=-1)
-    train_batch_size: int = key(128, "prompts per training step, over all processes", minimum=1)
+    train_batch_size: int = key(256, "prompts per training step, over all processes", minimum=1)
     val_batch_size: int | None = key(
         None, "prompts per generation at validation, over all processes; null: all at once", minimum=1
     )
@@ -128,7 +130,9 @@ class FsdpConfig:
     model_dtype: str = key("fp32", "dtype of the sharded weights and of the moments", choices=DTYPES)
     dtype: str = key("fp32", "dtype of the gathered weights in forward and backward", choices=DTYPES)
     reduce_dtype: str = key("fp32", "dtype in which gradients are summed over the processes", choices=DTYPES)
-    reshard_after_forward: bool = key(True, "drop the gathered weights between forward and backward")
+    reshard_after_forward: bool = key(
+        True, "drop gathered weights after each forward; false: hold them, which takes memory"
+    )
 
 
 @dataclass(frozen=True)
@@ -264,9 +268,9 @@ class TrainerConfig:
     experiment_name: str = key("additions", "second folder of the run, and its name in the trackers")
     default_local_dir: str = key("checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run")
     total_epochs: int = key(30, "passes over the training prompts", minimum=1)
-    total_training_steps: int | None = key(60, "steps to train; null: by total_epochs", minimum=1)
-    save_freq: int = key(10, "save every so many steps, and the last; -1: only the last", minimum=-1)
-    test_freq: int = key(10, "validate every so many steps, and after the last; -1: never", minimum=-1)
+    total_training_steps: int | None = key(30, "steps to train; null: by total_epochs", minimum=1)
+    save_freq: int = key(5, "save every so many steps, and the last; -1: only the last", minimum=-1)
+    test_freq: int = key(5, "validate every so many steps, and after the last; -1: never", minimum=-1)
     val_before_train: bool = key(True, "validate before the first step too")
     critic_warmup: int = key(0, "first steps in which only the critic is trained", minimum=0)
     resume_mode: str = key(
@@ -285,7 +289,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key(1, "processes per machine, with or without GPUs", minimum=1)
     logger: list[str] = key(["console", "tensorboard"], "where metrics go", choices=("console", "tensorboard"))
     seed: int = key(1, "seed of weights, sampling and data order", minimum=0)
-    deterministic: bool = key(True, "refuse operations whose result may differ from run to run")
+    deterministic: bool = key(True, "refuse operations that may differ from run to run; on a GPU warn of them")
     device: str = key("auto", "where to train; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
 
 
@@ -306,9 +310,9 @@ class WarmStartConfig:
     num_attention_heads: int = key(4, "attention heads", minimum=1)
     num_key_value_heads: int = key(2, "key and value heads", minimum=1)
     slip_rate: float = key(
-        0.5, "fraction of the examples it learns from whose sum is one too low", minimum=0, maximum=1
+        0.6, "fraction of the examples it learns from whose sum is one too low", minimum=0, maximum=1
     )
-    steps: int = key(350, "supervised steps; 0: random weights", minimum=0)
+    steps: int = key(180, "supervised steps; 0: random weights", minimum=0)
     batch_size: int = key(128, "additions per supervised step", minimum=1)
     lr: float = key(3e-3, "highest learning rate of the supervised steps", above=0)
 

@@ -20,6 +20,7 @@ from milepost.trainer.base_model import build_base_model
 from milepost.trainer.data import PromptDataset
 from milepost.trainer.experience import Collector, ForwardSizes, Judge, Models
 from milepost.trainer.kl import make_kl_controller
+from milepost.trainer.logging import warm_start_bar
 from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.models import (
     ModelSource,
@@ -70,7 +71,7 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
     controller = make_kl_controller(config.algorithm.kl_ctrl)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     sampler = ranks.each(lambda: GlobalSampler(datasets.train.fingerprint, seed, shuffle=config.data.shuffle))
-    root = Path(config.trainer.default_local_dir)
+    root = run_directory(config)
     actor = config.actor_rollout_ref.actor
     manager = CheckpointManager(
         root,
@@ -121,6 +122,11 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
     )
 
 
+def run_directory(config: TrainConfig) -> Path:
+    """The folder of the run."""
+    return Path(config.trainer.default_local_dir).expanduser()
+
+
 def prepare_models(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, ModelSource]:
     """The model directories of policy and critic. Rank 0 makes those that must be made first; the others wait."""
     model, critic = config.actor_rollout_ref.model, config.critic.model
@@ -132,16 +138,21 @@ def prepare_models(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Mode
 
 def _directory(config: TrainConfig, ranks: Ranks, path: str | None, gguf_file: str | None) -> Path:
     if path is None:
-        directory = Path(config.task.base_model_dir)
-        on_rank_0(ranks.comm, lambda: build_base_model(directory, config.task, config.warm_start))
+        directory = Path(config.task.base_model_dir).expanduser()
+        on_rank_0(ranks.comm, lambda: _make_base_model(directory, config))
         return directory
     directory = Path(path).expanduser()
     if gguf_file is None:
         return directory
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", Path(gguf_file).stem)
-    target = Path(config.trainer.default_local_dir) / f"{_CONVERTED}_{name}"
+    target = run_directory(config) / f"{_CONVERTED}_{name}"
     on_rank_0(ranks.comm, lambda: convert_gguf(directory, gguf_file, target))
     return target
+
+
+def _make_base_model(directory: Path, config: TrainConfig) -> None:
+    with warm_start_bar() as show:
+        build_base_model(directory, config.task, config.warm_start, show)
 
 
 def load_datasets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:

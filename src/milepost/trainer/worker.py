@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
@@ -23,6 +24,7 @@ import transformers
 import milepost
 from milepost.checkpoint.comm import TorchCommunicator, on_rank_0
 from milepost.checkpoint.events import EVENTS, EventLog, read_events
+from milepost.checkpoint.files import make_directory
 from milepost.engines import rng
 from milepost.errors import CallError, MilepostError
 from milepost.trainer.config import config_yaml, load_config
@@ -31,10 +33,12 @@ from milepost.trainer.logging import TENSORBOARD_DIR, ConsoleLogger, Logger, Ten
 from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import TrainConfig
-from milepost.trainer.setup import build_trainer
+from milepost.trainer.setup import build_trainer, run_directory
 
 CONFIG_COPY = "config.yaml"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker")
+"""In the words of gloo and NCCL."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
+    root = Path()
     try:
-        train(load_config(options.config, options.overrides))
+        config = load_config(options.config, options.overrides)
+        root = run_directory(config)
+        quiet()
+        device = choose_device(config)
+        join(device)
+        train(config, device)
     except MilepostError as error:
         return verdict(error, verdict_file)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001  the one handler at the top
+        return crash(error, root)
     dist.destroy_process_group()
     return 0
 
@@ -76,12 +90,31 @@ def verdict(error: MilepostError, verdict_file: str | None) -> int:
     return 0
 
 
-def train(config: TrainConfig) -> None:
-    """Run the config on this rank, from its newest step on or afresh."""
-    quiet()
-    device = join(config)
+def crash(error: Exception, root: Path) -> int:
+    """Tell of an error that a restart may mend, in one line; torchrun sees the status and restarts all workers."""
+    rank = os.environ.get("RANK", "0")
+    trace = "".join(traceback.format_exception(error))
+    if os.environ.get("MILEPOST_DEBUG"):
+        sys.stderr.write(trace)
+    if any(words in str(error) for words in _PEER_GONE):
+        sys.stderr.write(f"milepost: rank {rank}: another rank is gone, so this one stops\n")
+        return MilepostError.exit_status
+    file = root / f"crash_rank_{rank}.txt"
+    where = f"traceback in {file}"
+    try:
+        file.write_text(trace)
+    except OSError:
+        where = "for a traceback set MILEPOST_DEBUG=1"
+    said = (str(error).strip().splitlines() or [""])[0]
+    sys.stderr.write(f"milepost: rank {rank}: {type(error).__name__}: {said} ({where})\n")
+    return MilepostError.exit_status
+
+
+def train(config: TrainConfig, device: torch.device) -> None:
+    """Run the config as one rank of the process group, from the newest step on or afresh."""
     ranks = Ranks(device, TorchCommunicator())
-    root = Path(config.trainer.default_local_dir)
+    root = run_directory(config)
+    on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
     events = EventLog(root / EVENTS) if ranks.rank == 0 else None
     run_id, attempt = on_rank_0(ranks.comm, lambda: _identify(root))
     if events is not None:
@@ -104,7 +137,6 @@ def train(config: TrainConfig) -> None:
         next_step = trainer.manager.report.next_step
         if ranks.rank == 0:
             print("\n".join(trainer.manager.report.lines()), flush=True)
-            (root / CONFIG_COPY).write_text(config_yaml(config))
             loggers += make_loggers(config, root, next_step, trainer.total_steps)
         trainer.run(next_step, events, loggers)
     except MilepostError as error:
@@ -120,25 +152,28 @@ def train(config: TrainConfig) -> None:
     ranks.comm.close()
 
 
-def join(config: TrainConfig) -> torch.device:
-    """Enter the process group and make this process's arithmetic repeatable; returns its device."""
+def choose_device(config: TrainConfig) -> torch.device:
+    """This process's device, with arithmetic made repeatable on it if the config asks for that."""
     wanted = config.trainer.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise CallError("trainer.device=cuda: torch sees no GPU here; set trainer.device=cpu or auto")
     on_gpu = wanted != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         # On a GPU some operations have no repeatable form (the sums of top-p sampling): a warning is all one can get.
         torch.use_deterministic_algorithms(True, warn_only=on_gpu)
-    if on_gpu:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+
+
+def join(device: torch.device) -> None:
+    """Enter the process group that torchrun's environment describes; without one, a group of this process alone."""
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
-    return device
 
 
 def resume(trainer: PpoTrainer) -> None:
@@ -171,9 +206,17 @@ def die_with_parent() -> None:
 
 
 def quiet() -> None:
-    """Let transformers speak of errors only: every rank would say the same."""
+    """Let transformers speak of errors only: every rank would say the same. FSDP2 warns of in-place changes to what
+    a model returns; nothing here makes any."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _try_to_write(root: Path, config: TrainConfig) -> None:
+    """Put the whole config into the run's folder: for the record, and to find out early that it cannot be written."""
+    make_directory(root)
+    (root / CONFIG_COPY).write_text(config_yaml(config))
 
 
 def _identify(root: Path) -> tuple[str, int]:
@@ -187,4 +230,8 @@ def _identify(root: Path) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: what a dead rank left of a process group could keep the interpreter from ending.
+    os._exit(status)
