@@ -327,4 +327,8 @@ def _answer(model: Path, recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run below ends too
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

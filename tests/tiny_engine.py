@@ -16,7 +16,7 @@ from milepost.checkpoint.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.steps import STATE_FILE
-from milepost.engines.base import LiveTensor, RoleFiles
+from milepost.engines.base import RNG, LiveTensor, RoleFiles
 from milepost.index import Box, moment_name
 from milepost.layouts import open_directory
 from milepost.layouts.fsdp import CONFIG_FILE, config_text, rank_file
@@ -79,14 +79,14 @@ class TinyEngine:
         groups = [{"lr": 0.5}] if self.moments else None
         return {"scheduler": self.schedule, "param_groups": groups, "rng": {self.rank: {"cpu": torch.get_rng_state()}}}
 
-    def load_objects(self, objects: Mapping[str, Any]) -> tuple[str, ...]:
-        lines = []
+    def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
+        remarks = {}
         if self.schedule is not None and objects.get("scheduler") is not None:
             self.schedule = dict(objects["scheduler"])
         saved = objects.get("rng") or {}
         if len(saved) != self.world_size:
-            lines.append(f"RNG: saved by {len(saved)} ranks, now {self.world_size}; fresh")
-        return tuple(lines)
+            remarks[RNG] = f"saved by {len(saved)} ranks, now {self.world_size}; fresh"
+        return remarks
 
     def finish_load(self) -> None:
         pass

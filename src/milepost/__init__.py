@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from milepost.api import Checkpoint, merge, open, test
+    from milepost.api import Checkpoint, ModelOptions, merge, open, test
     from milepost.checkpoint.manager import CheckpointManager
     from milepost.errors import CallError, CheckpointError, MilepostError
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "milepost.api",
+    "ModelOptions": "milepost.api",
     "merge": "milepost.api",
     "open": "milepost.api",
     "test": "milepost.api",
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "MilepostError",
+    "ModelOptions",
     "merge",
     "open",
     "test",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from milepost.checkpoint.live import LiveSink
 from milepost.engines import rng
+from milepost.engines.base import RNG
 from milepost.engines.fsdp import FsdpEngine, OptimizerSettings, Sharding, materialise, shard
 from milepost.errors import IncompleteError, MismatchError
 from milepost.index import Box, moment_name
@@ -98,13 +99,13 @@ class Folder:
             yield file
 
 
-def load(engine: FsdpEngine, directory: Path) -> tuple[str, ...]:
+def load(engine: FsdpEngine, directory: Path) -> Mapping[str, str]:
     index = open_directory(directory)
     sink = LiveSink(engine.tensors())
     execute(plan(index, sink.wanted(), 1 << 20), sink)
-    notes = engine.load_objects(index.objects)
+    remarks = engine.load_objects(index.objects)
     engine.finish_load()
-    return notes
+    return remarks
 
 
 # Reading a model directory
@@ -209,11 +210,11 @@ def _save_and_load(directory: Path, out: Path) -> None:
                 if rank < size:
                     other = make(directory, mesh)
                     train(other, 1, tokens(4, 9))
-                    notes = load(other, folder)
+                    remarks = load(other, folder)
                     assert_holds(other, expected)
                     assert other.lr == LR * (1 / 3)  # two steps are done: the factor is 1 / (1 + 2)
                     assert other.scheduler.last_epoch == 2
-                    assert f"saved by {saved} ranks, now {size}" in notes[0] and len(notes) == 1
+                    assert list(remarks) == [RNG] and f"saved by {saved} ranks, now {size}" in remarks[RNG]
                     # And training goes on with what was loaded, not with a gathered copy from before.
                     assert np.isfinite(train(other, 1, tokens(4, 4))[0])
 
@@ -387,11 +388,11 @@ def _rng(directory: Path, out: Path) -> dict[str, Any]:
         rng.seed_all(99)
     torch.distributed.barrier()
     if rank < 2:
-        seen["notes"] = load(engine, out)
+        seen["remarks"] = load(engine, out)
         seen["restored"] = _draw()
     torch.distributed.barrier()
     wider = policy(directory, four)
-    seen["wider notes"] = load(wider, out)
+    seen["wider remarks"] = load(wider, out)
     seen["wider"] = _draw()
     load(wider, out)
     seen["again"] = _draw()
@@ -401,16 +402,16 @@ def _rng(directory: Path, out: Path) -> dict[str, Any]:
 def test_generators_come_back_per_rank_and_new_ranks_get_their_own(tmp_path: Path) -> None:  # case C27
     ranks = run_ranks(_rng, 4, tiny_qwen2(tmp_path / "model"), tmp_path / "saved")
     for seen in ranks[:2]:
-        assert seen["restored"] == seen["next"] and seen["notes"] == ()
+        assert seen["restored"] == seen["next"] and seen["remarks"] == {}
     assert ranks[0]["next"] != ranks[1]["next"]
     wider = [tuple(seen["wider"]) for seen in ranks]
     assert len({value for row in wider for value in row}) == 12
     assert not {*ranks[0]["next"], *ranks[1]["next"]} & {value for row in wider for value in row}
     assert [seen["again"] for seen in ranks] == [seen["wider"] for seen in ranks]
     for seen in ranks:
-        assert seen["wider notes"] == (
-            "RNG: saved by 2 ranks, now 4; each rank has a fresh stream of its own, derived from seed 1 and step 1",
-        )
+        assert seen["wider remarks"] == {
+            RNG: "saved by 2 ranks, now 4; each rank has a fresh stream of its own, derived from seed 1 and step 1"
+        }
 
 
 def test_isolated_gives_the_generators_back() -> None:

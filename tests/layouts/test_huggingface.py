@@ -246,6 +246,8 @@ def test_a_name_counts_in_the_file_that_the_index_gives(tmp_path: Path) -> None:
     # A shard of an older export, in which the tensor lay elsewhere.
     _shards(tmp_path, {ONE: {"a": A, "b": B * 10}, TWO: {"b": B}}, {"a": ONE, "b": TWO})
     _same(_open(tmp_path), {"a": A, "b": B})
+    _shards(tmp_path, {ONE: {"a": A}, TWO: {"a": A * 10, "b": B}}, {"a": ONE, "b": TWO})
+    _same(_open(tmp_path), {"a": A, "b": B})
     _shards(tmp_path, {ONE: {"a": A, "b": B * 10}, TWO: {"b": B}}, {"a": TWO, "b": ONE})
     with pytest.raises(IncompleteError, match=rf"promises a, which {TWO} lacks"):
         _open(tmp_path)

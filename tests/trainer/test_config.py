@@ -209,7 +209,12 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         "text, words",
-        [("trainer: [\n", "line 2"), ("- 1\n", "expected sections"), ("a: 1\na: 2\n", "duplicate"), ("\x00", "not YAML")],
+        [
+            ("trainer: [\n", "line 2"),
+            ("- 1\n", "expected sections"),
+            ("a: 1\na: 2\n", "duplicate"),
+            ("\x00", "not YAML"),
+        ],
     )
     def test_bad(self, tmp_path: Path, text: str, words: str) -> None:
         path = tmp_path / "c.yaml"

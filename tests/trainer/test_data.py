@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from milepost.errors import CallError, NotFoundError
 from milepost.trainer.base_model import build_tokenizer
@@ -132,6 +133,14 @@ class TestCollate:
             "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{% if loud %}!{% endif %}"
         )
         assert collate([Example(CHAT)], tokenizer, 16, chat_kwargs={"loud": True}).prompts == ["be >!"]
+
+    def test_text_gets_the_special_tokens_and_a_chat_those_of_its_template_only(self) -> None:
+        tokenizer = build_tokenizer()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
+        batch = collate([Example("12"), Example([{"role": "user", "content": "12"}])], tokenizer, 16)
+        assert batch.input_ids.tolist() == [[1, *ids("12")], [0, *ids("12")]]
 
     def test_chat_without_a_template(self) -> None:
         tokenizer = build_tokenizer()

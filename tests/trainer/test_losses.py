@@ -78,6 +78,7 @@ class TestPolicyLoss:
         assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-5)
         assert sum(p.tokens.item() for p in parts) == whole.tokens.item() == 9
 
+    @pytest.mark.filterwarnings("ignore:.*compute_policy_loss.*deprecated:FutureWarning")
     def test_against_verl(self) -> None:
         algos = pytest.importorskip("verl.trainer.ppo.core_algos")
         old, new, advantages = (torch.randn(4, 5, generator=torch.Generator().manual_seed(s)) for s in range(3))

@@ -42,6 +42,7 @@ VALUES = {
     "${trainer.seed}": "${trainer.seed}",
     "a/${oc.env:HOME,x}/z": "a/${oc.env:HOME,x}/z",
     "[${x},${y}]": ["${x}", "${y}"],
+    r"${oc.env:NONE,a\,b}": r"${oc.env:NONE,a\,b}",
 }
 
 

@@ -52,9 +52,7 @@ class TestStream:
         stop=st.integers(0, 8),
         shuffle=st.booleans(),
     )
-    def test_stopped_anywhere_the_stream_goes_on(
-        self, length: int, sizes: list[int], stop: int, shuffle: bool
-    ) -> None:
+    def test_stopped_anywhere_the_stream_goes_on(self, length: int, sizes: list[int], stop: int, shuffle: bool) -> None:
         straight = GlobalSampler(fingerprint(length), seed=5, shuffle=shuffle)
         expected = [straight.next_batch(size) for size in sizes]
         first = GlobalSampler(fingerprint(length), seed=5, shuffle=shuffle)
@@ -77,6 +75,7 @@ class TestResumingWithSomethingElse:
         saved = GlobalSampler(fingerprint(10), seed=1)
         saved.next_batch(27)
         sampler = GlobalSampler(other, seed=1)
+        sampler.next_batch(13)
         (warning,) = sampler.load_state_dict(saved.state_dict())
         assert (sampler.epoch, sampler.offset) == (1, 0)
         assert str(other) in warning and str(saved.fingerprint) in warning
@@ -93,6 +92,7 @@ class TestResumingWithSomethingElse:
         saved = GlobalSampler(fingerprint(10), seed=1)
         before = saved.next_batch(4)
         sampler = GlobalSampler(fingerprint(10), seed=2)
+        sampler.next_batch(3)
         (warning,) = sampler.load_state_dict(saved.state_dict())
         assert "seed to 2" in warning and "with 1" in warning
         assert sorted(before + sampler.next_batch(6)) == list(range(10))

@@ -237,15 +237,13 @@ class CheckpointManager:
             self._comm,
             lambda: {role: restore.fit(role, indexes[role], engine.tensors()) for role, engine in self._roles.items()},
         )
-        lines = together(
+        remarks = together(
             self._comm, lambda: {role: restore.fill(fits[role], engine) for role, engine in self._roles.items()}
         )
         parts: list[Part] = []
         notes: list[str] = []
         for role, engine in self._roles.items():
-            role_parts, rest = restore.role_parts(fits[role], engine, _said([said[role] for said in lines]))
-            parts += role_parts
-            notes += [f"{role}: {line}" for line in rest]
+            parts += restore.role_parts(fits[role], engine, _of_all_ranks([said[role] for said in remarks]))
         saved = state.get("parts") or {}
         together(self._comm, lambda: parts.extend(self._restore_parts(saved)))
         if "fingerprint" in state:
@@ -349,17 +347,17 @@ def _on_all(comm: Communicator, act: Callable[[], T]) -> T:
     return results[0]
 
 
-def _said(lines_of_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """What the ranks said, each line once; one that not all said, with the ranks that did."""
-    speakers: dict[str, list[int]] = {}
-    for rank, lines in enumerate(lines_of_ranks):
-        for line in dict.fromkeys(lines):
-            speakers.setdefault(line, []).append(rank)
-    everyone = len(lines_of_ranks)
-    return [
-        line if len(ranks) == everyone else f"{line} (rank {', '.join(map(str, ranks))})"
-        for line, ranks in speakers.items()
-    ]
+def _of_all_ranks(remarks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The remarks of all ranks on each part, each once; one that not all made, with the ranks that did."""
+    speakers: dict[tuple[str, str], list[int]] = {}
+    for rank, said in enumerate(remarks):
+        for part, why in said.items():
+            speakers.setdefault((part, why), []).append(rank)
+    joined: dict[str, list[str]] = {}
+    for (part, why), ranks in speakers.items():
+        some = "" if len(ranks) == len(remarks) else f" (rank {', '.join(map(str, ranks))})"
+        joined.setdefault(part, []).append(why + some)
+    return {part: "; ".join(reasons) for part, reasons in joined.items()}
 
 
 def _check_contents(option: str, contents: Sequence[str]) -> list[str]:

@@ -14,16 +14,13 @@ from typing import Any
 
 from milepost.checkpoint.resume import Part
 from milepost.checkpoint.steps import STATE_FILE
-from milepost.engines.base import Engine, LiveTensor
+from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, Engine, LiveTensor
 from milepost.errors import DamagedError, MismatchError
 from milepost.index import DTYPES, OPTIMIZER_PREFIX, TensorIndex
 from milepost.transfer import execute, plan
 
 WINDOW_BYTES = 8 << 20
 _NAMED = 3
-OPTIMIZER, SCHEDULE, RNG = "optimizer", "learning-rate schedule", "RNG"
-"""Names of a role's parts besides "weights"; a line of `Engine.load_objects` begins with the one that it is about."""
-
 _OBJECT_OF = {SCHEDULE: "scheduler", RNG: "rng"}
 NOT_SAVED = "the checkpoint has none"
 NO_PLACE = "this run has none"
@@ -97,48 +94,39 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def fill(fitted: Fit, engine: Engine) -> tuple[str, ...]:
-    """Move the bytes into the engine, then its objects; returns the engine's lines on what it had to make fresh."""
+def fill(fitted: Fit, engine: Engine) -> Mapping[str, str]:
+    """Move the bytes into the engine, then its objects; returns the engine's remarks: part -> why it is fresh."""
     from milepost.checkpoint.live import LiveSink  # noqa: PLC0415  it needs torch, which reading steps does not
 
     sink = LiveSink(fitted.wanted)
     execute(plan(fitted.index, sink.wanted(), WINDOW_BYTES), sink)
-    lines = engine.load_objects(fitted.index.objects)
+    remarks = engine.load_objects(fitted.index.objects)
     engine.finish_load()
-    return lines
+    return remarks
 
 
-def role_parts(fitted: Fit, engine: Engine, lines: Collection[str]) -> tuple[list[Part], list[str]]:
-    """The role's parts, restored and not, and those of the engine's lines that belong to none of them."""
-    weights = Part(f"{fitted.role}/weights", "restored", fitted.casts)
-    parts = [weights]
-    rest = list(lines)
+def role_parts(fitted: Fit, engine: Engine, remarks: Mapping[str, str]) -> list[Part]:
+    """The role's parts, restored and not. `remarks`: part -> why it was not restored as it was saved."""
+    parts = [Part(f"{fitted.role}/weights", "restored", fitted.casts)]
     own = engine.objects()
-
-    def said_about(part: str) -> str:
-        about = [line for line in rest if line.lower().startswith(part.lower())]
-        rest[:] = [line for line in rest if line not in about]
-        return "; ".join(line.partition(": ")[2] or line for line in about)
-
-    optimizer = said_about(OPTIMIZER)
+    optimizer = f"{fitted.role}/{OPTIMIZER}"
     if fitted.wants_optimizer and fitted.has_optimizer:
-        parts.append(Part(f"{fitted.role}/{OPTIMIZER}", "restored", optimizer))
+        parts.append(Part(optimizer, "restored", remarks.get(OPTIMIZER, "")))
     elif fitted.wants_optimizer:
-        parts.append(Part(f"{fitted.role}/{OPTIMIZER}", "fresh", NOT_SAVED))
+        parts.append(Part(optimizer, "fresh", NOT_SAVED))
     elif fitted.has_optimizer:
-        parts.append(Part(f"{fitted.role}/{OPTIMIZER}", "skipped", NO_PLACE))
+        parts.append(Part(optimizer, "skipped", NO_PLACE))
     for part, key in _OBJECT_OF.items():
-        why = said_about(part)
-        saved = fitted.index.objects.get(key)
-        if why:
-            parts.append(Part(f"{fitted.role}/{part}", "fresh", why))
+        name, saved = f"{fitted.role}/{part}", fitted.index.objects.get(key)
+        if part in remarks:
+            parts.append(Part(name, "fresh", remarks[part]))
         elif saved and own.get(key):
-            parts.append(Part(f"{fitted.role}/{part}", "restored"))
+            parts.append(Part(name, "restored"))
         elif own.get(key):
-            parts.append(Part(f"{fitted.role}/{part}", "fresh", NOT_SAVED))
+            parts.append(Part(name, "fresh", NOT_SAVED))
         elif saved:
-            parts.append(Part(f"{fitted.role}/{part}", "skipped", NO_PLACE))
-    return parts, rest
+            parts.append(Part(name, "skipped", NO_PLACE))
+    return parts
 
 
 def fresh_parts(role: str, engine: Engine) -> list[Part]:

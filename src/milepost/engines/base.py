@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+OPTIMIZER, SCHEDULE, RNG = "optimizer", "learning-rate schedule", "RNG"
+"""The parts of an engine's state besides its weights, as a resume names them to the user."""
+
+
 @dataclass(frozen=True)
 class LiveTensor:
     """One tensor of the training state, as this rank holds it.
@@ -68,10 +72,10 @@ class Engine(Protocol):
     def objects(self) -> Mapping[str, Any]:
         """The small state that is not tensors: learning-rate scheduler, optimizer hyperparameters, RNG."""
 
-    def load_objects(self, objects: Mapping[str, Any]) -> tuple[str, ...]:
+    def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
         """Take over `TensorIndex.objects` of a checkpoint of any world size.
 
-        Returns one line for each part that was not restored but made fresh, and why.
+        Returns what was not restored as it was saved: OPTIMIZER (its hyperparameters), SCHEDULE or RNG -> why.
         """
 
     def finish_load(self) -> None:

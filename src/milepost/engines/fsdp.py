@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import rng
-from milepost.engines.base import LiveTensor, RoleFiles
+from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, LiveTensor, RoleFiles
 from milepost.index import Box, Shape, moment_name
 from milepost.layouts.fsdp import CONFIG_FILE, config_text, rank_file
 from milepost.layouts.huggingface import CONFIG, SUBDIRECTORY, companion_files
@@ -157,14 +157,14 @@ class FsdpEngine:
             "rng": {self.rank: rng.capture()},
         }
 
-    def load_objects(self, objects: Mapping[str, Any]) -> tuple[str, ...]:
+    def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
         """Take over schedule, hyperparameters and generators, and say what had to be made fresh."""
-        notes: list[str] = []
+        remarks: dict[str, str] = {}
         if self.optimizer is not None and self.scheduler is not None:
-            notes += self._load_hyperparameters(self.optimizer, objects.get("param_groups"))
-            notes += self._load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
-        notes += self._load_rng(objects.get("rng") or {})
-        return tuple(notes)
+            remarks[OPTIMIZER] = _load_hyperparameters(self.optimizer, objects.get("param_groups"))
+            remarks[SCHEDULE] = _load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
+        remarks[RNG] = self._load_rng(objects.get("rng") or {})
+        return {part: why for part, why in remarks.items() if why}
 
     def finish_load(self) -> None:
         """Drop gathered copies of weights, so that the next forward gathers the ones just written."""
@@ -254,45 +254,17 @@ class FsdpEngine:
         boxes = ((box, local),) if box.volume else ()
         return LiveTensor(name, shape, str(tensor.dtype).removeprefix("torch."), boxes)
 
-    def _load_hyperparameters(
-        self, optimizer: torch.optim.AdamW, saved: Sequence[Mapping[str, Any]] | None
-    ) -> Iterator[str]:
-        if saved is None:
-            yield "optimizer hyperparameters: the checkpoint has none; those of the config are used"
-            return
-        if len(saved) != len(optimizer.param_groups):
-            yield (
-                f"optimizer hyperparameters: the checkpoint has {len(saved)} parameter groups, this run "
-                f"{len(optimizer.param_groups)}; those of the config are used"
-            )
-            return
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
-            for key, value in values.items():
-                if key in group and key not in ("params", "param_names"):
-                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
-
-    def _load_schedule(
-        self, optimizer: torch.optim.AdamW, scheduler: LambdaLR, saved: Mapping[str, Any] | None
-    ) -> Iterator[str]:
-        if saved is None or "last_epoch" not in saved:
-            yield "learning-rate schedule: the checkpoint has none; it starts at step 0"
-        else:
-            own = scheduler.state_dict()
-            known = {key: value for key, value in saved.items() if key in own}
-            scheduler.load_state_dict({**known, "lr_lambdas": own["lr_lambdas"]})
-        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr
-
-    def _load_rng(self, saved: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    def _load_rng(self, saved: Mapping[int, Mapping[str, Any]]) -> str:
+        """Restore this rank's generators, or make fresh ones; why, where it is the latter."""
         if len(saved) == self.world_size and self.rank in saved:
             rng.restore(saved[self.rank])
             if torch.cuda.is_available() and "cuda" not in saved[self.rank]:
-                yield "RNG of the device: the checkpoint has none; fresh"
-            return
+                return "the checkpoint has none of the device; that one is fresh"
+            return ""
         step = 0 if self.scheduler is None else self.scheduler.last_epoch
         rng.seed_all(self._seed, step, self.world_size, self.rank)
         came = f"saved by {len(saved)} ranks, now {self.world_size}" if saved else "the checkpoint has none"
-        yield f"RNG: {came}; each rank has a fresh stream of its own, derived from seed {self._seed} and step {step}"
+        return f"{came}; each rank has a fresh stream of its own, derived from seed {self._seed} and step {step}"
 
     def _save_companions(self, files: RoleFiles) -> None:
         own = {} if self._config_text is None else {CONFIG: self._config_text.encode()}
@@ -313,3 +285,33 @@ def _local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box, Shape]:
         return tensor, Box.whole(shape), shape
     sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), Box(tuple(offsets), tuple(sizes)), shape
+
+
+def _load_hyperparameters(optimizer: torch.optim.AdamW, saved: Sequence[Mapping[str, Any]] | None) -> str:
+    """Take over the hyperparameters of the groups, or say why not."""
+    if saved is None:
+        return "the checkpoint has no hyperparameters; those of the config are used"
+    if len(saved) != len(optimizer.param_groups):
+        return (
+            f"the checkpoint has {len(saved)} parameter groups, this run {len(optimizer.param_groups)}; "
+            "the hyperparameters of the config are used"
+        )
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in values.items():
+            if key in group and key not in ("params", "param_names"):
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+    return ""
+
+
+def _load_schedule(optimizer: torch.optim.AdamW, scheduler: LambdaLR, saved: Mapping[str, Any] | None) -> str:
+    """Take over the position in the schedule, or say why not; the optimizer gets the rate of that position."""
+    remark = ""
+    if saved is None or "last_epoch" not in saved:
+        remark = "the checkpoint has none; it starts at step 0"
+    else:
+        own = scheduler.state_dict()
+        known = {key: value for key, value in saved.items() if key in own}
+        scheduler.load_state_dict({**known, "lr_lambdas": own["lr_lambdas"]})
+    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    return remark

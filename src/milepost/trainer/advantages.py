@@ -76,14 +76,13 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     Returns:
         Advantages A (not whitened) and returns R, [batch, response_length], 0 outside the mask.
     """
-    real = mask.to(values.dtype)
     values = torch.where(mask.bool(), values, 0)
     rewards = torch.where(mask.bool(), token_rewards, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, :1]).squeeze(1)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = (delta + gamma * lam * next_advantage) * real[:, t]
+        next_advantage = delta + gamma * lam * next_advantage
         next_value = values[:, t]
         advantages[:, t] = next_advantage
-    return advantages, (advantages + values) * real
+    return advantages, advantages + values

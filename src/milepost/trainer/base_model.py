@@ -195,7 +195,7 @@ def _answers(example: Example) -> tuple[str, str]:
 
 def _rate(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine to a tenth."""
-    return min(1.0, (step + 1) / _WARMUP_STEPS) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+    return min(1.0, (step + 1) / _WARMUP_STEPS) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / max(steps, 1))))
 
 
 def _random_model(tokenizer: PreTrainedTokenizerFast, size: WarmStartConfig) -> Qwen2ForCausalLM:

@@ -1,0 +1,267 @@
+"""Whole runs of the real loop in real processes: going on after a stop is as if there had been none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from milepost.checkpoint.events import EVENTS, read_events
+from milepost.layouts import open_directory
+from milepost.trainer.base_model import build_base_model
+from milepost.trainer.config import load_config
+from milepost.trainer.schema import TaskConfig, WarmStartConfig
+
+QUICK = [
+    "trainer.logger=[]",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "data.max_response_length=4",
+    "actor_rollout_ref.actor.ppo_epochs=1",
+]
+
+
+def _train(overrides: list[str]) -> None:
+    from milepost.trainer.worker import choose_device, train
+
+    config = load_config(None, overrides)
+    train(config, choose_device(config))
+
+
+def run(directory: Path, ranks: int, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    """Train to `steps` in fresh processes; the events of this session."""
+    before = len(read_events(directory / EVENTS))
+    mine = [f"trainer.default_local_dir={directory}", f"trainer.total_training_steps={steps}"]
+    run_ranks(_train, ranks, [*QUICK, *overrides, *mine])
+    return read_events(directory / EVENTS)[before:]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained Qwen2 whose attention drops out: its training draws random numbers too."""
+    directory = tmp_path_factory.mktemp("model") / "base"
+    size = WarmStartConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        steps=0,
+    )
+    build_base_model(directory, TaskConfig(), size)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    return directory
+
+
+def measured(events: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """The metrics of each step, but for the clock's."""
+    return {
+        event["step"]: {
+            n: v for n, v in event["metrics"].items() if not n.startswith(("timing_s/", "perf/time", "perf/th"))
+        }
+        for event in events
+        if event["event"] == "step"
+    }
+
+
+# Case D29
+
+
+@pytest.fixture(scope="module")
+def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Six steps at one go, and three and three in other processes; validated, with sampling, at other steps."""
+    root = tmp_path_factory.mktemp("halves")
+    (root / "reward.py").write_text("def variety(prompt, response, ground_truth): return len(set(response)) / 4\n")
+    settings = [
+        f"reward.path={root / 'reward.py'}:variety",
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_batch_size=10",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=20",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        *(
+            f"{role}.optim.{setting}"
+            for role in ("actor_rollout_ref.actor", "critic")
+            for setting in ("total_training_steps=6", "lr_scheduler_type=cosine", "lr_warmup_steps=2")
+        ),
+    ]
+    return {
+        "straight": run(root / "straight", 2, 6, *settings, "trainer.test_freq=2"),
+        "first": run(root / "parts", 2, 3, *settings),
+        "second": run(root / "parts", 2, 6, *settings),
+        "root": root,
+    }
+
+
+def test_what_a_resumed_run_measures_is_bitwise_what_the_uninterrupted_one_did(halves: dict[str, Any]) -> None:
+    straight, second = measured(halves["straight"]), measured(halves["second"])
+    assert list(straight) == [1, 2, 3, 4, 5, 6] and list(second) == [4, 5, 6]
+    assert measured(halves["first"]) == {step: straight[step] for step in (1, 2, 3)}
+    assert second == {step: straight[step] for step in (4, 5, 6)}
+    # The comparison sees something: rates, losses and the KL coefficient are others at each step.
+    for name in ("actor/lr", "critic/lr", "actor/pg_loss", "critic/vf_loss", "actor/kl_loss", "critic/score/mean"):
+        assert len({metrics[name] for metrics in straight.values()}) >= 3, name
+    assert straight[4]["actor/reward_kl_penalty_coeff"] != straight[5]["actor/reward_kl_penalty_coeff"]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_resumed_run_ends_with_bitwise_the_same_state(halves: dict[str, Any], role: str) -> None:
+    straight, parts = (open_directory(halves["root"] / name / "global_step_6" / role) for name in ("straight", "parts"))
+    assert list(straight) == list(parts)
+    assert sum(name.startswith("optim/") for name in straight) > 60
+    for name in straight:
+        np.testing.assert_array_equal(straight[name].bits(), parts[name].bits(), err_msg=name)
+    assert straight.objects["scheduler"] == parts.objects["scheduler"]
+    assert straight.objects["scheduler"]["last_epoch"] == 6
+    assert straight.objects["param_groups"] == parts.objects["param_groups"]
+    assert flat(straight.objects["rng"]) == flat(parts.objects["rng"])
+    assert straight.objects["rng"][0]["cpu"].tobytes() != straight.objects["rng"][1]["cpu"].tobytes()
+    begun = open_directory(halves["root"] / "parts" / "global_step_3" / role)
+    assert any(begun[name].bits().tobytes() != parts[name].bits().tobytes() for name in begun)
+
+
+def flat(value: Any) -> Any:
+    """Arrays as bytes, so that == compares all of it."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    return [flat(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_the_small_state_of_a_resumed_run_is_the_same(halves: dict[str, Any]) -> None:
+    states = [
+        json.loads((halves["root"] / name / "global_step_6/trainer_state.json").read_text())
+        for name in ("straight", "parts")
+    ]
+    assert states[0]["parts"] == states[1]["parts"]
+    assert states[0]["parts"]["data"]["offset"] == 60
+    (resumed,) = [event for event in halves["second"] if event["event"] == "resume"]
+    assert resumed["from_step"] == 3 and resumed["next_step"] == 4
+    assert {part["state"] for part in resumed["parts"]} == {"restored"} and len(resumed["parts"]) == 10
+
+
+# Cases D30 and D35
+
+
+REWARD = """
+import os
+def seen(prompt, response, ground_truth, **extra):
+    with open(os.path.join({folder!r}, str(os.getpid())), "a") as file:
+        file.write(prompt + "\\n")
+    return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def elastic(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """20 prompts, 6 a step, 10 steps: three epochs, on 2, then 3, then 1 and once more 1 rank."""
+    root = tmp_path_factory.mktemp("elastic")
+    (root / "seen").mkdir()
+    prompts = [{"prompt": f"{number:02d}+1=", "ground_truth": str(number + 1)} for number in range(20)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (root / "reward.py").write_text(REWARD.format(folder=str(root / "seen")))
+    settings = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files=[{root / 'prompts.jsonl'}]",
+        f"reward.path={root / 'reward.py'}:seen",
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "trainer.save_freq=3",
+    ]
+    sessions = [run(root / "run", ranks, steps, *settings) for ranks, steps in ((2, 4), (3, 7), (1, 10), (1, 10))]
+    lines = [line for path in (root / "seen").iterdir() for line in path.read_text().split()]
+    return {"root": root, "sessions": sessions, "seen": Counter(lines)}
+
+
+def test_every_prompt_comes_once_an_epoch_on_any_number_of_ranks(elastic: dict[str, Any]) -> None:
+    assert elastic["seen"] == {f"{number:02d}+1=": 3 for number in range(20)}
+    epochs = [
+        event["metrics"]["training/epoch"] for s in elastic["sessions"] for event in s if event["event"] == "step"
+    ]
+    assert epochs == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_the_last_step_is_saved_once_whatever_save_freq_is(elastic: dict[str, Any]) -> None:
+    saved = [[event["step"] for event in s if event["event"] == "save_durable"] for s in elastic["sessions"]]
+    assert saved == [[3, 4], [6, 7], [9, 10], []]
+    folders = sorted(
+        int(path.name.removeprefix("global_step_")) for path in (elastic["root"] / "run").glob("global_step_*")
+    )
+    assert folders == [3, 4, 6, 7, 9, 10]
+
+
+def test_each_start_says_what_it_restored_and_what_is_new(elastic: dict[str, Any]) -> None:
+    resumes = [event for s in elastic["sessions"] for event in s if event["event"] == "resume"]
+    assert [(event["from_step"], event["next_step"]) for event in resumes] == [(None, 1), (4, 5), (7, 8), (10, 11)]
+    assert [(event["saved_world_size"], event["world_size"]) for event in resumes] == [
+        (None, 2),
+        (2, 3),
+        (3, 1),
+        (1, 1),
+    ]
+    for event in resumes[1:3]:
+        states = {part["name"]: part["state"] for part in event["parts"]}
+        fresh = {name for name, state in states.items() if state != "restored"}
+        assert fresh == {"actor/RNG", "critic/RNG"}
+        (why,) = {part["why"] for part in event["parts"] if part["state"] == "fresh"}
+        assert f"saved by {event['saved_world_size']} ranks, now {event['world_size']}" in why
+    assert all(s[-1]["event"] == "stop" and s[-1]["reason"] == "done" for s in elastic["sessions"])
+    assert elastic["sessions"][-1][-1]["step"] == 10
+
+
+# The training itself
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The defaults, cut short, on two ranks."""
+    return run(
+        tmp_path_factory.mktemp("learnt"), 2, 8, "trainer.val_before_train=true", "actor_rollout_ref.actor.ppo_epochs=2"
+    )
+
+
+def test_ppo_improves_the_held_out_answers_of_the_embedded_task(learnt: list[dict[str, Any]]) -> None:
+    before, after = (
+        next(value for name, value in event["metrics"].items() if name.startswith("val/exact_match/"))
+        for event in learnt
+        if event["event"] == "validation"
+    )
+    assert before < 0.5
+    assert after > before + 0.3
+    rewards = [event["reward"] for event in learnt if event["event"] == "step"]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+
+
+VERL_NAMES = [
+    *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "grad_norm", "lr")),
+    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "grad_norm", "lr")),
+    *(f"critic/{name}/mean" for name in ("score", "rewards", "advantages", "returns", "values")),
+    *(f"timing_s/{name}" for name in ("gen", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")),
+    *("response_length/mean", "prompt_length/mean", "timing_s/step", "perf/throughput"),
+    *("training/global_step", "training/epoch"),
+]
+
+
+def test_metrics_have_verls_names(learnt: list[dict[str, Any]]) -> None:
+    (first,) = [event["metrics"] for event in learnt if event["event"] == "step" and event["step"] == 1]
+    assert not [name for name in VERL_NAMES if name not in first]
+    assert all(torch.tensor(value).isfinite() for value in first.values())
+    assert first["prompt_length/mean"] > 3 and 1 <= first["response_length/mean"] <= 4
+    # Prompts and responses of all ranks, each counted once.
+    tokens = 256 * (first["prompt_length/mean"] + first["response_length/mean"])
+    assert first["perf/total_num_tokens"] == pytest.approx(tokens)
+    assert first["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
