@@ -42,7 +42,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(30, 16, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.down(torch.sin(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -74,7 +74,7 @@ def whole_weights() -> dict[str, torch.Tensor]:
     weights = {}
     for number, (name, weight) in enumerate(Model().named_parameters()):
         values = torch.arange(weight.numel(), dtype=torch.float32).reshape(weight.shape)
-        weights[name] = torch.ones(weight.shape) if "norm" in name else (values + 1000 * number) / 8192 - 0.25
+        weights[name] = torch.ones(weight.shape) if "norm" in name else (values + 1000 * number) / 65536 - 0.01
     return weights
 
 

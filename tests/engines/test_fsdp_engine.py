@@ -17,7 +17,7 @@ from torch import nn
 
 from milepost.checkpoint.live import LiveSink
 from milepost.engines import rng
-from milepost.engines.base import RNG
+from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE
 from milepost.engines.fsdp import FsdpEngine, OptimizerSettings, Sharding, materialise, shard
 from milepost.errors import IncompleteError, MismatchError
 from milepost.index import Box, moment_name
@@ -256,6 +256,29 @@ def test_boxes_follow_torchs_chunk_rule_uneven_and_empty_ones_too(tmp_path: Path
         assert [shown[name] for shown in ranks] == rows
     assert [shown["score.weight"] for shown in ranks] == [["[0:1, 0:16]"], [], [], []]
     assert [shown["optim/score.weight/step"] for shown in ranks] == [["[]"]] * 4  # a scalar that all hold
+
+
+def _parts_of_the_objects(directory: Path) -> None:
+    trained = policy(directory, sub_mesh(1))
+    train(trained, 2, tokens(2, 1))
+    saved = trained.objects()
+    # The schedule alone: the optimizer gets the rate of its position.
+    engine = policy(directory, sub_mesh(1))
+    assert engine.lr == LR
+    assert set(engine.load_objects({"scheduler": saved["scheduler"]})) == {OPTIMIZER, RNG}
+    assert engine.lr == LR * (1 / 3) and engine.scheduler.get_last_lr() == [engine.lr]
+    # Hyperparameters alone: a schedule that starts anew starts at its own rate.
+    engine = policy(directory, sub_mesh(1))
+    groups = [{**saved["param_groups"][0], "betas": [0.5, 0.6], "params": [1], "unheard_of": 1}]
+    assert set(engine.load_objects({"param_groups": groups})) == {SCHEDULE, RNG}
+    assert engine.lr == LR and engine.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+    assert "unheard_of" not in engine.optimizer.param_groups[0] and engine.optimizer.param_groups[0]["params"] != [1]
+    # Groups of another number cannot be matched.
+    assert "2 parameter groups, this run 1" in engine.load_objects({"param_groups": groups * 2})[OPTIMIZER]
+
+
+def test_what_a_checkpoint_lacks_of_the_small_state_is_said_and_the_rate_is_right(tmp_path: Path) -> None:
+    run_ranks(_parts_of_the_objects, 1, tiny_qwen2(tmp_path))
 
 
 class Toy(nn.Module):

@@ -52,6 +52,14 @@ def test_weights_buffers_and_moments_are_those_of_the_model(name: str, fsdp_chec
     assert all(value.any() for name, value in expected.items())
 
 
+@pytest.mark.parametrize("name", SHARDED)
+def test_moments_are_those_of_a_run_without_any_sharding(name: str, fsdp_checkpoints: Path) -> None:
+    # Sums over ranks round otherwise, so nearly the same, element by element.
+    sharded, plain = _open(fsdp_checkpoints / name), _open(fsdp_checkpoints / "w1_plain")
+    for moment in (n for n in plain if n.endswith("exp_avg")):
+        assert torch.allclose(sharded[moment].read(), plain[moment].read(), rtol=1e-3, atol=1e-7), moment
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_what_the_index_says_of_the_checkpoint(name: str, fsdp_checkpoints: Path) -> None:
     directory = fsdp_checkpoints / name

@@ -11,6 +11,7 @@ import yaml
 
 from milepost.errors import ConfigError, NotFoundError
 from milepost.trainer.config import config_yaml, describe, json_schema, load_config, render_yaml
+from milepost.trainer.embedded import EMBEDDED
 from milepost.trainer.fields import config_keys
 
 ROOT = Path(__file__).parents[2]
@@ -233,16 +234,30 @@ class TestDescribing:
         assert list(rows) == list(config_keys())
         assert (rows["trainer.nnodes"].origin, rows["trainer.nnodes"].value) == ("override", 2)
         assert (rows["trainer.seed"].origin, rows["trainer.seed"].value) == ("file", 7)
-        assert rows["trainer.save_freq"].origin == "default"
+        assert rows["trainer.critic_warmup"].origin == "default"
+        assert rows["trainer.save_freq"].origin == "embedded"
         assert rows["trainer.default_local_dir"].value == "checkpoints/theirs/additions"
         assert rows["critic.strategy"].type == "fsdp2|fsdp"
         assert rows["trainer.total_training_steps"].type == "integer or null"
         assert all(row.meaning for row in rows.values())
 
+    def test_a_named_model_gets_the_defaults_of_a_real_one(self) -> None:
+        embedded, real = load_config(None), load_config(None, ["actor_rollout_ref.model.path=/models/m"])
+        assert (embedded.data.max_prompt_length, real.data.max_prompt_length) == (16, 512)
+        assert (embedded.actor_rollout_ref.actor.optim.lr, real.actor_rollout_ref.actor.optim.lr) == (3e-4, 1e-6)
+        assert (embedded.trainer.experiment_name, real.trainer.experiment_name) == ("additions", "ppo")
+        assert real.trainer.total_training_steps is None
+        # what the user says counts in both
+        assert load_config(None, ["data.max_prompt_length=20"]).data.max_prompt_length == 20
+
+    def test_what_the_embedded_run_sets_are_keys_of_the_schema(self) -> None:
+        assert set(EMBEDDED) < set(config_keys())
+
     def test_the_yaml_in_configs_is_made_from_the_schema(self) -> None:
         path = ROOT / "configs" / "ppo_trainer.yaml"
         assert path.read_text() == render_yaml()
-        assert load_config(path) == load_config(None)
+        model = ["actor_rollout_ref.model.path=/models/m"]
+        assert load_config(path, model) == load_config(None, model)
 
     def test_every_key_has_its_meaning_in_the_yaml(self) -> None:
         text = render_yaml()

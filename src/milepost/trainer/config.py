@@ -1,5 +1,7 @@
 """The config of a run: defaults, then a YAML file, then `key=value` overrides, merged and checked.
 
+Between the defaults and the file stands `embedded.py`, where no model is named.
+
     config = load_config(Path("my.yaml"), ["trainer.total_training_steps=20", "data.train_files=[a.jsonl,b.jsonl]"])
     config.trainer.default_local_dir        # interpolations such as ${trainer.project_name} are resolved
 
@@ -19,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from milepost.errors import ConfigError, NotFoundError
 from milepost.trainer.config_text import config_yaml, json_schema, render_yaml
+from milepost.trainer.embedded import EMBEDDED, MODEL_PATH
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections, current_name, unknown_key
 from milepost.trainer.overrides import Override, parse_override, parse_value
 from milepost.trainer.schema import ActorConfig, CriticConfig, TrainConfig
@@ -28,7 +31,7 @@ __all__ = ["ConfigRow", "TrainConfig", "config_yaml", "describe", "json_schema",
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """One line of `milepost config`; `origin` is default, file or override."""
+    """One line of `milepost config`; `origin` is default, embedded, file or override."""
 
     key: str
     value: Any
@@ -37,9 +40,12 @@ class ConfigRow:
     origin: str
 
 
+EMBEDDED_ORIGIN = "embedded"
+
+
 @dataclass(frozen=True)
 class _Said:
-    """What somebody set a key to, and where: `file my.yaml` or `override a=b`."""
+    """What a key was set to, and where: `embedded`, `file my.yaml` or `override a=b`."""
 
     value: Any
     origin: str
@@ -93,6 +99,8 @@ def _said(config_file: Path | None, overrides: Sequence[str]) -> dict[str, _Said
     said = {} if config_file is None else _from_file(config_file)
     for text in overrides:
         _apply(parse_override(text), said)
+    if MODEL_PATH not in said or said[MODEL_PATH].value is None:
+        said = {name: _Said(value, EMBEDDED_ORIGIN) for name, value in EMBEDDED.items()} | said
     return said
 
 

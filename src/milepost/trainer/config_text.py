@@ -17,6 +17,8 @@ from milepost.trainer.schema import TrainConfig
 _HEADER = """\
 # Every key of `milepost train`, with its default and its meaning. Copy what you change into a file of your own
 # (milepost train --config my.yaml) or set it on the command line (milepost train trainer.save_freq=20).
+# Where actor_rollout_ref.model.path is null, a tiny model is trained to add, with the values of
+# src/milepost/trainer/embedded.py instead of some of these; `milepost config` shows them.
 # Made from src/milepost/trainer/schema.py by `python -m milepost.trainer.config_text`; do not edit.
 """
 _COMMENT_COLUMN = 52

@@ -2,7 +2,7 @@
 
 The dataclasses here are the only place where a key exists. `config.py` merges files and overrides into them, prints
 them, and writes `configs/ppo_trainer.yaml` from them. Names and meanings follow verl's where verl has the key; the
-defaults run the embedded additions task, which needs no download.
+defaults are those for a real model; `embedded.py` holds what the embedded additions, which need no download, set.
 
 A default such as `II("critic.model.path")` is an OmegaConf interpolation: the value of that other key, unless this
 one is set. `II(".save_contents")` is relative to the section it stands in.
@@ -80,8 +80,8 @@ class DataConfig:
     val_batch_size: int | None = key(
         None, "prompts per generation at validation, over all processes; null: all at once", minimum=1
     )
-    max_prompt_length: int = key(16, "longest prompt, in tokens", minimum=1)
-    max_response_length: int = key(6, "longest response, in tokens", minimum=1)
+    max_prompt_length: int = key(512, "longest prompt, in tokens", minimum=1)
+    max_response_length: int = key(512, "longest response, in tokens", minimum=1)
     filter_overlong_prompts: bool = key(False, "leave prompts longer than max_prompt_length out of the data set")
     truncation: str = key(
         "error",
@@ -116,19 +116,14 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class ActorOptimConfig(OptimConfig):
-    lr: float = key(3e-4, "learning rate of AdamW after the warm-up", minimum=0)
-
-
-@dataclass(frozen=True)
 class CriticOptimConfig(OptimConfig):
-    lr: float = key(1e-3, "learning rate of AdamW after the warm-up", minimum=0)
+    lr: float = key(1e-5, "learning rate of AdamW after the warm-up", minimum=0)
 
 
 @dataclass(frozen=True)
 class FsdpConfig:
     model_dtype: str = key("fp32", "dtype of the sharded weights and of the moments", choices=DTYPES)
-    dtype: str = key("fp32", "dtype of the gathered weights in forward and backward", choices=DTYPES)
+    dtype: str = key("bf16", "dtype of the gathered weights in forward and backward", choices=DTYPES)
     reduce_dtype: str = key("fp32", "dtype in which gradients are summed over the processes", choices=DTYPES)
     reshard_after_forward: bool = key(
         True, "drop gathered weights after each forward; false: hold them, which takes memory"
@@ -149,8 +144,8 @@ class CheckpointConfig:
 class ActorConfig:
     strategy: str = key("fsdp2", "training engine", choices=STRATEGIES)
     ppo_mini_batch_size: int = key(128, "sequences per optimizer update, over all processes", minimum=1)
-    ppo_micro_batch_size_per_gpu: int = key(64, "sequences per forward and backward of one process", minimum=1)
-    ppo_epochs: int = key(2, "passes over the batch of one step", minimum=1)
+    ppo_micro_batch_size_per_gpu: int = key(8, "sequences per forward and backward of one process", minimum=1)
+    ppo_epochs: int = key(1, "passes over the batch of one step", minimum=1)
     clip_ratio: float = key(0.2, "PPO's epsilon: how far the probability ratio counts", minimum=0)
     clip_ratio_low: float | None = key(None, "epsilon below 1; null: clip_ratio", minimum=0, maximum=1)
     clip_ratio_high: float | None = key(None, "epsilon above 1; null: clip_ratio", minimum=0)
@@ -159,7 +154,7 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "add the KL to the reference model to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", minimum=0)
     kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_KINDS)
-    optim: ActorOptimConfig = section(ActorOptimConfig, "optimizer and learning rate of the actor")
+    optim: OptimConfig = section(OptimConfig, "optimizer and learning rate of the actor")
     fsdp_config: FsdpConfig = section(FsdpConfig, "sharding and dtypes of the actor and the reference")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what a step holds of the actor")
 
@@ -265,12 +260,12 @@ class RewardConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     project_name: str = key("milepost", "first folder of the run, and its project in the trackers")
-    experiment_name: str = key("additions", "second folder of the run, and its name in the trackers")
+    experiment_name: str = key("ppo", "second folder of the run, and its name in the trackers")
     default_local_dir: str = key("checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run")
     total_epochs: int = key(30, "passes over the training prompts", minimum=1)
-    total_training_steps: int | None = key(30, "steps to train; null: by total_epochs", minimum=1)
-    save_freq: int = key(5, "save every so many steps, and the last; -1: only the last", minimum=-1)
-    test_freq: int = key(5, "validate every so many steps, and after the last; -1: never", minimum=-1)
+    total_training_steps: int | None = key(None, "steps to train; null: by total_epochs", minimum=1)
+    save_freq: int = key(10, "save every so many steps, and the last; -1: only the last", minimum=-1)
+    test_freq: int = key(10, "validate every so many steps, and after the last; -1: never", minimum=-1)
     val_before_train: bool = key(True, "validate before the first step too")
     critic_warmup: int = key(0, "first steps in which only the critic is trained", minimum=0)
     resume_mode: str = key(
