@@ -53,7 +53,7 @@ def test_workers_share_the_cores_and_a_run_id(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     config = load_config(None, ["trainer.n_gpus_per_node=3"])
     made = environment({"PATH": "/bin"}, config, LaunchOptions())
-    assert made["OMP_NUM_THREADS"] == "2" and made["PATH"] == "/bin"
+    assert made["OMP_NUM_THREADS"] == "2" and made["OMP_WAIT_POLICY"] == "PASSIVE" and made["PATH"] == "/bin"
     assert made["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert len(made[launch.RUN_ID]) == 32
     assert environment({"OMP_NUM_THREADS": "5"}, config, LaunchOptions())["OMP_NUM_THREADS"] == "5"

@@ -203,7 +203,9 @@ def load(data: bytes, where: str) -> Any:
     except DamagedError as error:
         raise DamagedError(f"{where}: {error}") from None
     except _MALFORMED as error:
-        raise DamagedError(f"{where}: its pickle cannot be read ({type(error).__name__}: {_shown(str(error))})") from None
+        raise DamagedError(
+            f"{where}: its pickle cannot be read ({type(error).__name__}: {_shown(str(error))})"
+        ) from None
 
 
 class _Unpickler(pickle.Unpickler):
