@@ -210,6 +210,11 @@ def test_the_curves_of_both_sessions_are_one(killed: dict[str, Any]) -> None:
     curves.Reload()
     assert [point.step for point in curves.Scalars("critic/score/mean")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert {"timing_s/save_checkpoint", "actor/pg_loss", "perf/throughput"} <= set(curves.Tags()["scalars"])
+    restarts = [point.value for point in curves.Scalars("milepost/restarts")]
+    resumed = events_of(killed["directory"], "resume")[1]["from_step"]
+    assert restarts == [0.0] * resumed + [1.0] * (8 - resumed)
+    saved = curves.Scalars("milepost/saved_bytes")[-1]
+    assert (saved.step, saved.value) == (8, events_of(killed["directory"], "save_durable")[-1]["bytes"])
 
 
 def test_an_error_that_no_restart_mends_ends_the_run_at_once_with_its_status(

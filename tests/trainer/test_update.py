@@ -149,7 +149,7 @@ def test_the_actors_updates_are_those_of_plain_torch(directory: Path, results: d
             optimizer.step()
             optimizer.zero_grad()
             for name, values in zip(seen, (losses, clipped, kls, ref_kls), strict=True):
-                seen[name].append(float(sum(values)) / n)
+                seen[name].append(sum(float(torch.as_tensor(value).detach()) for value in values) / n)
     expected = {name: sum(values) / 4 for name, values in seen.items()} | {
         "actor/grad_norm": sum(norms) / 4,
         "actor/lr": LR,
@@ -192,7 +192,7 @@ def test_the_critics_updates_are_those_of_plain_torch(directory: Path, results: 
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
-            losses_seen.append(float(sum(losses)) / len(losses))
+            losses_seen.append(float(sum(losses).detach()) / len(losses))
             clipped_seen.append(sum(clipped) / len(clipped))
     assert sum(clipped_seen) > 0
     for metrics, _, weights, _ in results.values():

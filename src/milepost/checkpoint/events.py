@@ -105,7 +105,7 @@ def interrupted_session(events: Sequence[Mapping[str, Any]], resumed_from: int |
     """
     sessions: list[list[Mapping[str, Any]]] = []
     for event in events:
-        if _begins_session(event, sessions[-1] if sessions else []):
+        if begins_session(event, sessions[-1] if sessions else []):
             sessions.append([])
         if sessions:
             sessions[-1].append(event)
@@ -122,7 +122,9 @@ def interrupted_session(events: Sequence[Mapping[str, Any]], resumed_from: int |
     return Interrupted(last, committed, last - committed, _number(session[0].get("attempt")))
 
 
-def _begins_session(event: Mapping[str, Any], session: Sequence[Mapping[str, Any]]) -> bool:
+def begins_session(event: Mapping[str, Any], session: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether `event` opens a new session, rather than going on with `session`: a start does, and, where nobody writes
+    starts, a second resume."""
     if event["event"] == "resume":
         return not session or any(earlier["event"] == "resume" for earlier in session)
     return bool(event["event"] == "start")

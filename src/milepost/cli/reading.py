@@ -164,8 +164,8 @@ def test(
 ) -> None:
     """Compare a checkpoint with a Hugging Face model.
 
-    Tensor by tensor, both sides streamed; no model is built. Every tensor that is missing, extra, or differs in shape, type or value
-    is named. Exit status 1 where they differ.
+    Tensor by tensor, both sides streamed; no model is built. Every tensor that is missing, extra, or differs in
+    shape, type or value is named. Exit status 1 where they differ.
 
     Example: milepost test checkpoints/project/run my-model
     """

@@ -60,8 +60,8 @@ def prepare(directory: Path, backend: str = "auto", options: ModelOptions | None
 def prepare_to_compare(
     directory: Path, reference: Path, backend: str = "auto", options: ModelOptions | None = None
 ) -> HuggingFaceModel:
-    """The same for a comparison: a checkpoint without a config of its own is read by the reference's, and what is missing
-    or extra is left to the comparison to find."""
+    """The same for a comparison: a checkpoint without a config of its own is read by the reference's, and what is
+    missing or extra is left to the comparison to find."""
     options = options or ModelOptions()
     own = options.hf_model_path or find_companions(directory) or reference
     return _prepare(directory, backend, options, companions_of(directory, own), complete=False)

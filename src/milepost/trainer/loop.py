@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from milepost.checkpoint.events import EventLog
 from milepost.checkpoint.manager import CheckpointManager
+from milepost.checkpoint.manifest import read_manifest
 from milepost.trainer.batch import Spread
 from milepost.trainer.data import PromptBatch, PromptDataset, collate
 from milepost.trainer.experience import Collector, Models
@@ -23,9 +24,9 @@ from milepost.trainer.validate import Validator
 class PpoTrainer:
     """All that a run consists of, put together by `milepost.trainer.setup`.
 
-    total_steps:  the last step
     validator:    None where there are no held-out prompts
-    events:       None on every rank but 0, and `loggers` empty there
+    total_steps:  the last step
+    restarts:     how many starts of the same launch came before this one
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class PpoTrainer:
         validator: Validator | None,
         manager: CheckpointManager,
         total_steps: int,
+        restarts: int = 0,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -51,9 +53,15 @@ class PpoTrainer:
         self.validator = validator
         self.manager = manager
         self.total_steps = total_steps
+        self.restarts = restarts
 
     def run(self, next_step: int, events: EventLog | None, loggers: Sequence[Logger]) -> None:
-        """Train from `next_step` to the last step. All ranks call it together."""
+        """Train from `next_step` to the last step. All ranks call it together.
+
+        Args:
+            events: the run's diary on rank 0, None elsewhere.
+            loggers: where metrics go on rank 0, none elsewhere.
+        """
         schedule = self.config.trainer
         if next_step == 1 and schedule.val_before_train:
             self._validate(0, events, loggers)
@@ -76,7 +84,11 @@ class PpoTrainer:
                     self._validate(step, events, loggers)
             if last or (schedule.save_freq > 0 and step % schedule.save_freq == 0):
                 with watch.time("save_checkpoint"):
-                    self.manager.save(step, metrics)
+                    folder = self.manager.save(step, metrics)
+                metrics |= {
+                    "milepost/stall_s": watch.seconds["save_checkpoint"],
+                    "milepost/saved_bytes": float(read_manifest(folder).nbytes),
+                }
             for logger in loggers:
                 logger.step(step, metrics | watch.metrics())
 
@@ -102,7 +114,12 @@ class PpoTrainer:
                     config.actor_rollout_ref.rollout.temperature,
                     ranks.sum,
                 )
-        return {**metrics, "training/global_step": float(step), "training/epoch": float(epoch)}
+        return {
+            **metrics,
+            "training/global_step": float(step),
+            "training/epoch": float(epoch),
+            "milepost/restarts": float(self.restarts),
+        }
 
     def _prompts(self, numbers: Sequence[int]) -> PromptBatch:
         data = self.config.data

@@ -118,7 +118,7 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
         )
         validator = Validator(datasets.validation, judge, held_out, tokens, config.data, ranks)
     return PpoTrainer(
-        config, ranks, models, collector, controller, datasets.train, sampler, validator, manager, total_steps
+        config, ranks, models, collector, controller, datasets.train, sampler, validator, manager, total_steps, attempt
     )
 
 

@@ -43,7 +43,8 @@ _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken p
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and return the exit status. See `verdict` for how an error leaves the process."""
-    die_with_parent()
+    if "RANK" in os.environ:
+        die_with_parent()
     verdict_file = os.environ.get(VERDICT_FILE)
     if verdict_file and Path(verdict_file).exists():
         return 0  # a restart, though another rank has already found that none can help
