@@ -24,6 +24,8 @@ from milepost.layouts import open_directory
 from milepost.layouts.huggingface import find_companions, read_config
 from milepost.units import parse_bytes
 
+__all__ = ["Checkpoint", "ModelOptions", "merge", "open", "test"]
+
 AnyPath = str | PathLike[str]
 
 

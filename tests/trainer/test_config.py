@@ -98,7 +98,7 @@ class TestMerging:
                 "actor_rollout_ref.actor.strategy=fsdp",
                 "critic.fsdp_config.dtype=bfloat16",
                 "algorithm.kl_penalty=k3",
-                "critic.checkpoint.contents=[model]",
+                "actor_rollout_ref.actor.checkpoint.contents=[model]",
                 "critic.optim.warmup_style=cosine",
             ],
         )
@@ -192,6 +192,7 @@ class TestWrongValues:
             (["trainer.resume_mode=resume_path"], "resume_from_path"),
             (["trainer.resume_from_path=x"], "resume_mode"),
             (["trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=2"], "differ"),
+            (["critic.checkpoint.save_contents=[model]"], "a step holds both roles alike"),
             (["trainer.save_freq=0"], "-1"),
             (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "temperature"),
             (["reward.path=module"], "module:function"),

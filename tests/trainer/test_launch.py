@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from milepost.checkpoint.events import EVENTS, read_events
-from milepost.errors import CallError, ConfigError, NotFoundError
+from milepost.errors import CallError, ConfigError, NotFoundError, WriteError
 from milepost.trainer import launch
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.config import load_config
@@ -60,13 +60,13 @@ def test_workers_share_the_cores_and_a_run_id(monkeypatch: pytest.MonkeyPatch) -
     assert environment({}, config, LaunchOptions(rdzv_id="job7"))[launch.RUN_ID] == "job7"
 
 
-def test_nproc_is_part_of_the_config_that_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nproc_is_part_of_the_config_that_workers_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr(launch, "become", lambda words, env: became.append(list(words)) or sys.exit(0))
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        launch.launch(None, ["trainer.seed=3"], LaunchOptions(nproc=2))
-    assert became[0][-2:] == ["trainer.seed=3", "trainer.n_gpus_per_node=2"]
+        launch.launch(None, [f"trainer.default_local_dir={tmp_path}"], LaunchOptions(nproc=2))
+    assert became[0][-2:] == [f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2"]
     assert "--nproc-per-node=2" in became[0]
 
 
@@ -87,6 +87,11 @@ def test_what_can_be_known_before_is_refused_before(overrides: list[str], kind: 
     with pytest.raises(kind) as caught:
         check(load_config(None, overrides))
     assert said in str(caught.value)
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts() -> None:
+    with pytest.raises(WriteError, match="trainer.default_local_dir=/proc/nowhere cannot be made"):
+        launch.launch(None, ["trainer.default_local_dir=/proc/nowhere"], LaunchOptions())
 
 
 def test_the_launcher_imports_no_torch() -> None:

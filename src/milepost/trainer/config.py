@@ -270,6 +270,14 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep} and trainer.max_critic_ckpt_to_keep="
             f"{trainer.max_critic_ckpt_to_keep} differ; a step holds both roles and is kept or removed whole"
         )
+    actor_step, critic_step = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
+    for name in ("save_contents", "load_contents"):
+        ours, theirs = getattr(actor_step, name), getattr(critic_step, name)
+        if ours != theirs:
+            yield (
+                f"actor_rollout_ref.actor.checkpoint.{name}={ours} and critic.checkpoint.{name}={theirs} differ; "
+                "a step holds both roles alike"
+            )
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.do_sample and sampling.temperature == 0:
         yield "actor_rollout_ref.rollout.val_kwargs: do_sample=true needs a temperature above 0"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 from uuid import uuid4
 
-from milepost.errors import CallError, NotFoundError
+from milepost.errors import CallError, NotFoundError, WriteError
+from milepost.jobs.output import describe
 from milepost.trainer.config import load_config
 from milepost.trainer.schema import TrainConfig
 
@@ -59,6 +60,7 @@ def launch(config_file: Path | None, overrides: Sequence[str], options: LaunchOp
     config = load_config(config_file, overrides)
     check(config)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        make_folder(Path(config.trainer.default_local_dir))
         become(command(config, config_file, overrides, options), environment(os.environ, config, options))
     from milepost.trainer import worker  # noqa: PLC0415  it imports torch
 
@@ -93,6 +95,16 @@ def check(config: TrainConfig) -> None:
             raise CallError("trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder")
         if not Path(trainer.resume_from_path).expanduser().is_dir():
             raise NotFoundError(f"trainer.resume_from_path={trainer.resume_from_path}: no such folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run's folder; refuse one that cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"trainer.default_local_dir={folder} cannot be made: {describe(error)}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise WriteError(f"trainer.default_local_dir={folder} cannot be written: choose another place")
 
 
 def worker_arguments(config_file: Path | None, overrides: Sequence[str]) -> list[str]:

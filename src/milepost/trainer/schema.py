@@ -141,6 +141,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class CriticCheckpointConfig(CheckpointConfig):
+    save_contents: list[str] = key(
+        II("actor_rollout_ref.actor.checkpoint.save_contents"), "as the actor's: one step holds both", choices=CONTENTS
+    )
+    load_contents: list[str] = key(
+        II("actor_rollout_ref.actor.checkpoint.load_contents"), "as the actor's: one step holds both", choices=CONTENTS
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key("fsdp2", "training engine", choices=STRATEGIES)
     ppo_mini_batch_size: int = key(128, "sequences per optimizer update, over all processes", minimum=1)
@@ -229,7 +239,7 @@ class CriticConfig:
     model: CriticModelConfig = section(CriticModelConfig, "the backbone of the critic")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer and learning rate of the critic")
     fsdp_config: FsdpConfig = section(FsdpConfig, "sharding and dtypes of the critic")
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "what a step holds of the critic")
+    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "what a step holds of the critic")
 
 
 @dataclass(frozen=True)
