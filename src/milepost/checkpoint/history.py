@@ -78,6 +78,8 @@ def _timed(events: Iterable[Event]) -> list[Event]:
 def _sessions_of(events: Sequence[Event]) -> list[list[Event]]:
     groups: list[list[Event]] = []
     for event in events:
+        if not groups and event["event"] == "kill_seen":
+            continue  # what was killed is not in the file
         if not groups or begins_session(event, groups[-1]):
             groups.append([])
         groups[-1].append(event)

@@ -9,21 +9,26 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.events import EVENTS
-from milepost.checkpoint.history import RunHistory, Session, read_history
+from milepost.checkpoint.facts import Resume, RunHistory, Session
+from milepost.checkpoint.history import read_history
 from milepost.checkpoint.manifest import read_manifest
 from milepost.checkpoint.steps import StepState, list_steps, newest_good, scan, step_number
 from milepost.errors import CheckpointError, NotFoundError
 from milepost.wording import counted, duration, file_size, moment, ranges
 
 FORMAT = 1
+ENDS = {"done": "done", "killed": "killed", "signal": "stopped on a signal", "error": "stopped on an error"}
+LOOKED_INTO = 10  # newest steps; each costs a look at every one of its files
 _QUIET_SECONDS = 120.0  # no event for this long says nothing yet
 _QUIET_STEPS = 10.0  # nor for this many typical steps
 _MOST_LISTED = 10
+_LONGEST_LIST = 80  # characters of a list of step numbers
 _INDENT = 12
 
 
@@ -52,16 +57,33 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
+class StepsOnDisk:
+    """The steps of a run as far as they were looked into.
+
+    looked_into:  the newest of them, in numeric order; they reach back to the newest good one, however old it is
+    listed:       numbers of the older ones, of which nothing but the folder's name is known, ascending
+    newest:       the newest step that training can go on from
+    tracker:      what `latest_checkpointed_iteration.txt` names
+    notes:        what does not fit together, in words
+    """
+
+    looked_into: tuple[StepFacts, ...]
+    listed: tuple[int, ...]
+    newest: StepFacts | None
+    tracker: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """The answer. `state` is running, ended or unknown, and `reason` says why in words.
 
     last_event_age:  seconds since the last event, None without events
     last_start:      the newest session, None without events
-    newest:          the newest step that training can go on from
-    tracker:         what `latest_checkpointed_iteration.txt` names
-    notes:           what does not fit together, in words
+    last_step:       the last step that was trained and still counts
+    on_disk:         the steps there are
     lost_steps:      finished steps that kills took, over the whole run
-    next_step:       the step that a start now would do first
+    next_step:       the step that a start now would do first; None where it would refuse, since no step is whole
     """
 
     run_dir: Path
@@ -73,13 +95,10 @@ class RunStatus:
     world_sizes: tuple[int, ...]
     last_start: Session | None
     last_step: int | None
-    newest: StepFacts | None
-    tracker: int | None
-    notes: tuple[str, ...]
-    steps: tuple[StepFacts, ...]
+    on_disk: StepsOnDisk
     kills: int
     lost_steps: int
-    next_step: int
+    next_step: int | None
 
     def lines(self) -> list[str]:
         """The answer in plain lines, ready to be printed."""
@@ -87,7 +106,7 @@ class RunStatus:
         lines.append(_line("state", f"{self.state}: {self.reason}"))
         if self.last_start is not None:
             lines += _start_lines(self.last_start)
-        lines += self._step_lines()
+        lines += _step_lines(self.on_disk)
         if self.starts:
             sizes = ", then ".join(map(str, self.world_sizes)) or "not recorded"
             kills = (
@@ -97,37 +116,18 @@ class RunStatus:
         lines.append(_line("next", self._next()))
         return lines
 
-    def _step_lines(self) -> list[str]:
-        lines = []
-        if self.newest is None:
-            lines.append(_line("newest", "no whole step on disk"))
-        else:
-            size = f"{counted(self.newest.files, 'file')}, {file_size(self.newest.bytes)}"
-            whole = "whole: every file is there with its size" if self.newest.state == "committed" else "no manifest"
-            lines.append(_line("newest", f"{self.newest.folder}, {self.newest.state}, {whole} ({size})"))
-        if self.tracker is not None:
-            agrees = self.newest is not None and self.newest.step == self.tracker
-            lines.append(_line("tracker", f"names step {self.tracker}{', the same' if agrees else ''}"))
-        lines += [_line("note", note) for note in self.notes]
-        bad = [step for step in reversed(self.steps) if not step.good]
-        lines += [_line(step.state, f"{step.folder}: {step.why}") for step in bad[:_MOST_LISTED]]
-        if len(bad) > _MOST_LISTED:
-            lines.append(_line("", f"and {len(bad) - _MOST_LISTED} older ones that are not whole"))
-        good = [step.step for step in self.steps if step.good]
-        if len(good) > 1:
-            lines.append(_line("on disk", f"steps {ranges(good)}"))
-        return lines
-
     def _next(self) -> str:
-        if self.state == "ended" and self.reason.startswith("done"):
+        newest = self.on_disk.newest
+        if self.next_step is None:
+            return "a start now refuses: bring a whole step back, or begin anew with resume_mode=disable"
+        if self.last_start is not None and self.last_start.end == "done":
             return f"nothing: the run is done. A longer run would go on with step {self.next_step}"
-        origin = f"goes on from {self.newest.folder} with" if self.newest is not None else "begins with"
+        origin = f"goes on from {newest.folder} with" if newest is not None else "begins with"
         return f"a start now {origin} step {self.next_step}"
 
     def as_json(self) -> dict[str, Any]:
         """The answer as JSON values. `format` grows when a field changes its meaning or goes."""
-        facts = asdict(self)
-        return {"format": FORMAT, **facts, "run_dir": str(self.run_dir)}
+        return {"format": FORMAT, **asdict(self), "run_dir": str(self.run_dir)}
 
 
 def run_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
@@ -137,11 +137,12 @@ def run_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
     """
     require_run(run_dir)
     history = read_history(run_dir)
-    steps = step_facts(run_dir)
-    newest = newest_good(run_dir)
-    good = newest.good.path.name if newest.good is not None else None
+    on_disk = steps_on_disk(run_dir)
+    newest = on_disk.newest
     state, reason, age = _state(history, time.time() if now is None else now)
     trained = history.kept_steps
+    # A start begins from nothing only where nothing was ever begun (`milepost.checkpoint.resume.choose_start`).
+    refuses = newest is None and bool(on_disk.looked_into or on_disk.tracker)
     return RunStatus(
         run_dir=run_dir,
         run_id=next((session.run_id for session in reversed(history.sessions) if session.run_id), None),
@@ -152,13 +153,10 @@ def run_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         world_sizes=history.world_sizes,
         last_start=history.sessions[-1] if history.sessions else None,
         last_step=trained[-1].step if trained else None,
-        newest=next((step for step in steps if step.folder == good), None),
-        tracker=newest.tracker,
-        notes=newest.notes,
-        steps=steps,
+        on_disk=on_disk,
         kills=len(history.kills),
         lost_steps=sum(kill.lost_steps for kill in history.kills),
-        next_step=1 if newest.good is None else newest.good.step + 1,
+        next_step=None if refuses else 1 if newest is None else newest.step + 1,
     )
 
 
@@ -178,21 +176,29 @@ def require_run(run_dir: Path) -> None:
     )
 
 
-def step_facts(run_dir: Path) -> tuple[StepFacts, ...]:
-    """Every step folder of a run, in numeric order."""
-    return tuple(_facts(state) for state in list_steps(run_dir))
+def steps_on_disk(run_dir: Path) -> StepsOnDisk:
+    """Look into the newest steps of a run, and list the others: a run that keeps all has thousands."""
+    found = newest_good(run_dir)
+    states = list_steps(run_dir, newest=max(LOOKED_INTO, len(found.skipped) + 1))
+    facts = tuple(_facts(state) for state in states)
+    return StepsOnDisk(
+        looked_into=facts,
+        listed=tuple(step.step for step in scan(run_dir) if not states or step.step < states[0].step),
+        newest=next((step for step in reversed(facts) if step.good), None),
+        tracker=found.tracker,
+        notes=found.notes,
+    )
 
 
 def _facts(state: StepState) -> StepFacts:
-    step = int(state.path.name.rpartition("_")[2]) if state.step < 0 else state.step
     try:
         manifest = read_manifest(state.path)
     except CheckpointError:
         sizes = _sizes_below(state.path)
-        return StepFacts(state.path.name, step, state.state, state.why, len(sizes), sum(sizes), None, (), None)
+        return StepFacts(state.path.name, state.step, state.state, state.why, len(sizes), sum(sizes), None, (), None)
     return StepFacts(
         folder=state.path.name,
-        step=step,
+        step=state.step,
         state=state.state,
         why=state.why,
         files=len(manifest.files),
@@ -222,10 +228,7 @@ def _state(history: RunHistory, now: float) -> tuple[str, str, float | None]:
     age = max(0.0, now - last.last)
     ago = f"{duration(age)} ago"
     if last.end is not None:
-        reason = {"done": "done", "signal": "stopped on a signal", "error": "stopped on an error"}.get(
-            last.end, last.end
-        )
-        return "ended", f"{reason}, {ago}", age
+        return "ended", f"{ENDS.get(last.end, last.end)}, {ago}{f': {last.error}' if last.error else ''}", age
     if last.pid is not None and last.host == socket.gethostname():
         if _is_alive(last.pid):
             return "running", f"process {last.pid} is there, last event {ago}", age
@@ -246,26 +249,64 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start_lines(session: Session) -> list[str]:
-    resume = session.resume
     size = "" if session.world_size is None else f", world size {session.world_size}"
-    lines = [_line("last start", f"{moment(session.start)}{size}")]
-    if resume is None:
-        return [*lines, _line("", "no resume recorded: it ended before, or is still loading")]
+    first = _line("last start", f"{moment(session.start)}{size}")
+    if session.resume is None:
+        return [first, _line("", "no resume recorded: it ended before, or is still loading")]
+    return [first, *_resume_lines(session.resume, session.world_size)]
+
+
+def _resume_lines(resume: Resume, world_size: int | None) -> list[str]:
+    """What the start printed then, told again."""
     if resume.from_step is None:
-        lines.append(_line("", "began fresh"))
+        lines = [_line("", "began fresh")]
     else:
-        changed = resume.saved_world_size not in (None, session.world_size)
+        changed = resume.saved_world_size not in (None, world_size)
         saved = f", saved by {counted(resume.saved_world_size or 0, 'rank')}" if changed else ""
         folder = resume.folder or f"step {resume.from_step}"
-        lines.append(_line("", f"resumed from {folder} (step {resume.from_step}{saved})"))
+        lines = [_line("", f"resumed from {folder} (step {resume.from_step}{saved})")]
     quiet = [part.name for part in resume.parts if part.state == "restored" and not part.why]
     if quiet:
         lines.append(_line("", f"restored  {', '.join(quiet)}"))
     for part in resume.parts:
         if part.name not in quiet:
             lines.append(_line("", f"{part.state:<9} {part.name}{part.why and ': ' + part.why}"))
-    lines += [_line("", f"not taken {over.folder}{over.why and ': ' + over.why}") for over in resume.passed_over]
+    lines += [_line("", f"not taken {step.folder}{step.why and ': ' + step.why}") for step in resume.skipped]
+    lines += [_line("", f"note      {note}") for note in resume.notes]
+    if resume.next_step is not None:
+        lines.append(_line("", f"went on with step {resume.next_step}"))
     return lines
+
+
+def _step_lines(on_disk: StepsOnDisk) -> list[str]:
+    lines = []
+    newest = on_disk.newest
+    if newest is None:
+        lines.append(_line("newest", "no whole step on disk"))
+    else:
+        size = f"{counted(newest.files, 'file')}, {file_size(newest.bytes)}"
+        whole = "whole: every file is there with its size" if newest.state == "committed" else "no manifest"
+        lines.append(_line("newest", f"{newest.folder}, {newest.state}, {whole} ({size})"))
+    if on_disk.tracker is not None:
+        agrees = newest is not None and newest.step == on_disk.tracker
+        lines.append(_line("tracker", f"names step {on_disk.tracker}{', the same' if agrees else ''}"))
+    lines += [_line("note", note) for note in on_disk.notes]
+    bad = [step for step in reversed(on_disk.looked_into) if not step.good]
+    lines += [_line(step.state, f"{step.folder}: {step.why}") for step in bad[:_MOST_LISTED]]
+    if len(bad) > _MOST_LISTED:
+        lines.append(_line("", f"and {len(bad) - _MOST_LISTED} older ones that are not whole"))
+    good = [step.step for step in on_disk.looked_into if step.good]
+    if len(good) > 1:
+        lines.append(_line("whole", f"steps {numbers(good)}"))
+    if on_disk.listed:
+        lines.append(_line("older", f"steps {numbers(on_disk.listed)}, not looked into"))
+    return lines
+
+
+def numbers(steps: Collection[int]) -> str:
+    """Step numbers in words, in short where they are many: `5-7, 10`, `15 to 50,000 (9,998 of them)`."""
+    words = ranges(steps)
+    return words if len(words) <= _LONGEST_LIST else f"{min(steps):,} to {max(steps):,} ({len(steps):,} of them)"
 
 
 def _line(label: str, words: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, median
 
-from milepost.checkpoint.history import RunHistory, StepRecord, Validation
+from milepost.checkpoint.facts import RunHistory, StepRecord, Validation
 from milepost.report.svg import Markup, Scale, coordinate, drawing, markup, text_width
 
 Point = tuple[int, float]
@@ -21,6 +21,7 @@ _MOST_POINTS = 240  # more are drawn as means of equal stretches of steps, with 
 _MOST_DOTS = 60  # a line of more points has no dots
 _MOST_LOST = 300
 _MOST_OTHERS = 30
+_LARGEST, _SMALLEST = 1e300, 1e-290
 _WIDE_RANGE = 50.0  # highest over median, from which on a logarithmic axis shows more
 
 
@@ -53,10 +54,15 @@ class Marks:
     resumes: tuple[int, ...]
 
 
-# Title, unit, and for each curve its label and the names it may be recorded under: verl's, and older ones.
+# Title, unit, and for each curve its label and the names it may be recorded under: verl's, and older. Only names of
+# one and the same value stand together, since only the first that a run has is drawn.
 _KNOWN: tuple[tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
-    ("Reward, mean", "", (("reward", ("reward", "critic/score/mean", "critic/rewards/mean")),)),
-    ("KL to the reference policy", "nats", (("", ("actor/reward_kl_penalty", "actor/kl_loss", "critic/kl")),)),
+    ("Reward, mean", "", (("", ("reward", "critic/score/mean")),)),
+    (
+        "KL to the reference policy",
+        "nats",
+        (("in the reward", ("actor/reward_kl_penalty",)), ("in the loss", ("actor/kl_loss",))),
+    ),
     ("KL to the policy before the step", "nats", (("", ("actor/ppo_kl",)),)),
     ("Entropy", "nats", (("", ("actor/entropy", "actor/entropy_loss")),)),
     ("Policy loss", "", (("", ("actor/pg_loss",)),)),
@@ -96,12 +102,12 @@ def panels(history: RunHistory) -> tuple[list[Panel], list[Panel], int]:
 
 
 def marks_of(history: RunHistory) -> Marks:
-    """The range of steps of a run, and its kills and resumes by step."""
-    steps = [record.step for record in history.steps] + [record.step for record in history.validations]
-    steps += [save.step for save in history.saves]
+    """The range of steps of a run, and its kills and resumes by step, which lie in that range."""
     kills = tuple(kill.last_step for kill in history.kills if kill.last_step is not None)
     found = [session.resume.from_step for session in history.sessions if session.resume is not None]
     resumes = tuple(step for step in found if step is not None)
+    steps = [fact.step for facts in (history.steps, history.validations, history.saves) for fact in facts]
+    steps += [*kills, *resumes]
     return Marks(min(steps, default=0), max(steps, default=0), kills, resumes)
 
 
@@ -111,7 +117,7 @@ def _step_values(record: StepRecord) -> dict[str, float]:
 
 
 def _curve(label: str, records: Sequence[tuple[StepRecord | Validation, Mapping[str, float]]], name: str) -> Curve:
-    points = [(record, (record.step, _finite(values[name]))) for record, values in records if name in values]
+    points = [(record, (record.step, _drawable(values[name]))) for record, values in records if name in values]
     kept = tuple(point for record, point in points if record.kept)
     lost: list[tuple[Point, ...]] = []
     before: tuple[StepRecord | Validation, Point] | None = None
@@ -124,8 +130,12 @@ def _curve(label: str, records: Sequence[tuple[StepRecord | Validation, Mapping[
     return Curve(label, kept, tuple(lost))
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
+def _drawable(value: float) -> float:
+    """`value` where a drawing can show it: NaN where it is not finite or near the end of what a double holds, which
+    the margins of an axis would pass; 0 where it is nearer to 0 than an axis can be divided."""
+    if not abs(value) <= _LARGEST:
+        return math.nan
+    return value if abs(value) >= _SMALLEST else 0.0
 
 
 def _last_of_each_step(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -210,7 +220,7 @@ def _draw_curve(curve: Curve, x: Scale, y: Scale, top: float) -> list[Markup]:
         parts += [markup("path", d=_line(run, x, y), class_="lost-line") for run in lost if _line(run, x, y)]
     else:
         parts.append(markup("path", d=_scattered(lost, x, y), class_="lost-dots"))
-    if len(curve.kept) > _MOST_POINTS:
+    if len(finite) > _MOST_POINTS:
         stretches = _stretches(finite)
         upper = [(step, high) for step, _, _, high in stretches]
         lower = [(step, low) for step, _, low, _ in reversed(stretches)]
@@ -255,8 +265,6 @@ def _scattered(runs: Sequence[Sequence[Point]], x: Scale, y: Scale) -> str:
 
 def _stretches(points: Sequence[Point]) -> list[tuple[float, float, float, float]]:
     """Equal stretches of steps as (mean step, mean, lowest, highest)."""
-    if not points:
-        return []
     first, span = points[0][0], points[-1][0] - points[0][0] + 1
     return [
         (

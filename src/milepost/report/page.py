@@ -11,18 +11,24 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from milepost.checkpoint.history import RunHistory, read_history
-from milepost.checkpoint.status import StepFacts, require_run, step_facts
+from milepost.checkpoint.facts import RunHistory
+from milepost.checkpoint.files import reason
+from milepost.checkpoint.history import read_history
+from milepost.checkpoint.status import ENDS, StepsOnDisk, require_run, steps_on_disk
 from milepost.errors import WriteError
 from milepost.report.curves import Marks, Panel, draw_panel, marks_of, panels
 from milepost.report.style import STYLE
 from milepost.report.svg import Markup, joined, markup
-from milepost.report.tables import headline, mileposts_table, starts_table
+from milepost.report.tables import headline, starts_table, steps_table
 from milepost.report.timeline import timeline
 from milepost.wording import counted, moment
 
 REPORT = "report.html"
-_META = Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
+# The policy lets a browser load nothing at all, whatever stands in the page.
+_META = Markup(
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
+)
 
 
 def render_report(run_dir: Path) -> str:
@@ -32,16 +38,16 @@ def render_report(run_dir: Path) -> str:
     """
     require_run(run_dir)
     history = read_history(run_dir)
-    steps = step_facts(run_dir)
+    on_disk = steps_on_disk(run_dir)
     name = run_dir.resolve().name
     head = markup("head", _META, markup("title", f"{name} · milepost report"), markup("style", Markup(STYLE)))
     main = markup(
         "main",
         markup("header", markup("h1", name), *_about(run_dir, history)),
-        headline(history, steps),
+        headline(history, on_disk),
         *_timeline_section(history),
         *_curve_sections(history),
-        *_table_sections(history, steps),
+        *_table_sections(history, on_disk),
     )
     return f"<!DOCTYPE html>\n{markup('html', head, markup('body', main), lang='en')}\n"
 
@@ -54,20 +60,23 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """
     page = render_report(run_dir)
     target = run_dir / REPORT if output is None else output
-    temporary: Path | None = None
     try:
+        # A rename would put a file in the place of a device or a pipe.
+        if target.exists() and not target.is_file():
+            raise WriteError(f"{target} is there and is no file. Name another place with --output")
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        descriptor, path = tempfile.mkstemp(prefix=".report.", suffix=".tmp", dir=target.parent)
         temporary = Path(path)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-        # mkstemp makes files for their owner alone; a report is to be shown around.
-        temporary.chmod(0o644)
-        temporary.replace(target)
-    except OSError as error:
-        if temporary is not None:
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+                file.write(page)
+            # mkstemp makes files for their owner alone; a report is to be shown around.
+            temporary.chmod(0o644)
+            temporary.replace(target)
+        finally:
             temporary.unlink(missing_ok=True)
-        raise WriteError(f"{target} cannot be written: {error.strerror}. Name another place with --output") from error
+    except OSError as error:
+        raise WriteError(f"{target} cannot be written: {reason(error)}. Name another place with --output") from error
     return target
 
 
@@ -75,13 +84,7 @@ def _about(run_dir: Path, history: RunHistory) -> list[Markup]:
     lines = [markup("p", str(run_dir), class_="soft path")]
     if history.sessions:
         first, last = history.sessions[0], history.sessions[-1]
-        ends = {
-            None: "no stop recorded, last event",
-            "done": "done",
-            "killed": "killed",
-            "signal": "stopped on a signal",
-        }
-        end = ends.get(last.end, f"stopped: {last.end}")
+        end = "no stop recorded, last event" if last.end is None else ENDS.get(last.end, last.end)
         run_id = next((session.run_id for session in history.sessions if session.run_id), None)
         words = f"Begun {moment(first.start)} · {end} {moment(last.last)}{f' · run {run_id}' if run_id else ''}"
         lines.append(markup("p", words, class_="soft"))
@@ -151,10 +154,11 @@ def _last(panel: Panel, index: int) -> str:
     return f"{finite[-1]:.4g}" if finite else "not a number"
 
 
-def _table_sections(history: RunHistory, steps: Sequence[StepFacts]) -> list[Markup]:
+def _table_sections(history: RunHistory, on_disk: StepsOnDisk) -> list[Markup]:
     sections = []
     if history.sessions:
         sections += [markup("h2", "Starts and resumes"), starts_table(history)]
-    sections.append(markup("h2", "Mileposts on disk"))
-    sections.append(mileposts_table(history, steps) if steps else markup("p", "None yet.", class_="soft"))
+    sections.append(markup("h2", "Steps on disk"))
+    none = markup("p", "None yet.", class_="soft")
+    sections.append(steps_table(history, on_disk) if on_disk.looked_into else none)
     return sections

@@ -20,15 +20,15 @@ STYLE = f"""
 body {{ margin: 0; background: var(--page); color: var(--ink); line-height: 1.45;
   font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }}
 main {{ max-width: 1120px; margin: 0 auto; padding: 28px 20px 48px; }}
-h1 {{ font-size: 26px; font-weight: 650; letter-spacing: -0.01em; margin: 0; }}
+h1 {{ overflow-wrap: anywhere; font-size: 26px; font-weight: 650; letter-spacing: -0.01em; margin: 0; }}
 h2 {{ font-size: 17px; font-weight: 650; margin: 36px 0 10px; }}
-h3 {{ font-size: 13px; font-weight: 600; margin: 0; }}
+h3 {{ min-width: 0; overflow-wrap: anywhere; font-size: 13px; font-weight: 600; margin: 0; }}
 p {{ margin: 4px 0; }}
 .soft, figcaption {{ color: var(--soft); font-size: 13px; }}
 .path {{ overflow-wrap: anywhere; }}
-.facts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 1px; margin: 20px 0 0;
+.facts {{ display: flex; flex-wrap: wrap; gap: 1px; margin: 20px 0 0;
   background: var(--rule); border: 1px solid var(--rule); border-radius: 8px; overflow: hidden; }}
-.facts div {{ background: var(--card); padding: 12px 16px; }}
+.facts div {{ flex: 1 1 max(190px, 30%); background: var(--card); padding: 12px 16px; }}
 .facts dt {{ color: var(--soft); font-size: 12px; }}
 .facts dd {{ margin: 2px 0 0; }}
 .facts b {{ font-size: 20px; font-weight: 620; letter-spacing: -0.01em; font-variant-numeric: tabular-nums; }}
@@ -82,11 +82,10 @@ th, td {{ text-align: left; vertical-align: top; padding: 8px 14px; }}
 th {{ color: var(--soft); font-weight: 550; white-space: nowrap; }}
 td {{ border-top: 1px solid var(--rule); }}
 td.n, th.n {{ text-align: right; white-space: nowrap; }}
-td p {{ margin: 0 0 2px; }}
+td p {{ margin: 0 0 2px; max-width: 60ch; overflow-wrap: break-word; }}
 .good {{ color: var(--good); }}
 .warn {{ color: var(--warn); }}
 .bad {{ color: var(--kill); }}
-footer {{ margin-top: 36px; }}
 @media print {{
   :root {{ color-scheme: light; {_LIGHT} --page: #ffffff; }}
   body {{ font-size: 12px; -webkit-print-color-adjust: exact; print-color-adjust: exact; }}

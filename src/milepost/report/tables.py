@@ -1,4 +1,4 @@
-"""The facts at the head of the report, and its tables: starts and mileposts."""
+"""The facts at the head of the report, and its tables: starts, and steps on disk."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from milepost.checkpoint.history import RunHistory, Session
-from milepost.checkpoint.status import StepFacts
+from milepost.checkpoint.facts import RunHistory, Session
+from milepost.checkpoint.status import ENDS, StepsOnDisk, numbers
 from milepost.report.svg import Markup, joined, markup
-from milepost.wording import counted, duration, file_size, moment, ranges
+from milepost.wording import counted, duration, file_size, moment
 
 _MOST_ROWS = 100
 
 
-def headline(history: RunHistory, steps: Sequence[StepFacts]) -> Markup:
+def headline(history: RunHistory, on_disk: StepsOnDisk) -> Markup:
     """What a researcher wants to know first, each fact with its number and half a sentence."""
-    facts = [_reward_fact(history), _steps_fact(history), _milepost_fact(history, steps)]
+    facts = [_reward_fact(history), _steps_fact(history), _newest_fact(on_disk)]
     if history.sessions:
         facts += [_world_fact(history), _kills_fact(history), _time_fact(history)]
     cells = [
@@ -48,13 +48,13 @@ def _steps_fact(history: RunHistory) -> tuple[str, str, str] | None:
     return "Steps done", f"{kept[-1].step:,}", more
 
 
-def _milepost_fact(history: RunHistory, steps: Sequence[StepFacts]) -> tuple[str, str, str]:
-    good = [step for step in steps if step.good]
-    if not good:
-        return "Newest milepost", "none", "no whole step on disk" if steps else "nothing saved yet"
-    newest = good[-1]
+def _newest_fact(on_disk: StepsOnDisk) -> tuple[str, str, str]:
+    newest = on_disk.newest
+    if newest is None:
+        words = "no step on disk is whole" if on_disk.looked_into else "nothing saved yet"
+        return "Newest whole step", "none", words
     state = "whole" if newest.state == "committed" else "complete, of another program"
-    return "Newest milepost", f"step {newest.step:,}", f"{state}, {file_size(newest.bytes)}"
+    return "Newest whole step", f"step {newest.step:,}", f"{state}, {file_size(newest.bytes)}"
 
 
 def _world_fact(history: RunHistory) -> tuple[str, str, str]:
@@ -109,9 +109,10 @@ def _origin(session: Session) -> list[Markup]:
         lines = [markup("p", f"step {resume.from_step}")]
         if resume.saved_world_size not in (None, session.world_size):
             lines.append(markup("p", f"saved by {counted(resume.saved_world_size or 0, 'rank')}", class_="soft"))
-    for over in resume.passed_over:
-        words = f"not {Path(over.folder).name}{over.why and ': ' + over.why}"
+    for step in resume.skipped:
+        words = f"not {Path(step.folder).name}{step.why and ': ' + step.why}"
         lines.append(markup("p", words, class_="warn"))
+    lines += [markup("p", note, class_="soft") for note in resume.notes]
     return lines
 
 
@@ -131,27 +132,31 @@ def _parts(session: Session) -> list[Markup]:
 
 
 def _trained(session: Session) -> str:
-    if session.first_step is None or session.last_step is None:
+    if session.first_step is None:
         return "none"
-    return ranges(range(session.first_step, session.last_step + 1)) if session.last_step >= session.first_step else ""
+    return f"{session.first_step}" + (f"-{session.last_step}" if session.last_step != session.first_step else "")
 
 
 def _end(session: Session, lost: int) -> list[Markup]:
     if session.end == "killed":
         words = f"killed, {counted(lost, 'step')} lost" if lost else "killed, nothing lost"
         return [markup("p", words, class_="bad"), markup("p", f"last sign {moment(session.last)}", class_="soft")]
-    said = {None: "no stop recorded", "done": "done", "signal": "stopped on a signal", "error": "stopped on an error"}
-    colour = {"done": "good", "error": "bad"}.get(session.end or "", "warn" if session.end is None else None)
-    words = said.get(session.end, session.end or "")
-    return [markup("p", words, class_=colour), markup("p", moment(session.last), class_="soft")]
+    if session.end is None:
+        lines = [markup("p", "no stop recorded", class_="warn")]
+    else:
+        colour = {"done": "good", "error": "bad"}.get(session.end)
+        lines = [markup("p", ENDS.get(session.end, session.end), class_=colour)]
+    if session.error is not None:
+        lines.append(markup("p", session.error))
+    return [*lines, markup("p", moment(session.last), class_="soft")]
 
 
-def mileposts_table(history: RunHistory, steps: Sequence[StepFacts]) -> Markup:
-    """Every step on disk, newest first."""
+def steps_table(history: RunHistory, on_disk: StepsOnDisk) -> Markup:
+    """The steps on disk that were looked into, newest first, and how many others there are."""
     reward = {record.step: record.reward for record in history.kept_steps}
     seconds = {save.step: save.seconds for save in history.saves if save.outcome == "durable"}
     rows = []
-    for step in list(reversed(steps))[:_MOST_ROWS]:
+    for step in list(reversed(on_disk.looked_into))[:_MOST_ROWS]:
         value, took = reward.get(step.step), seconds.get(step.step)
         state = markup("p", step.state, class_={"committed": "good", "foreign": "good"}.get(step.state, "bad"))
         rows.append(
@@ -169,7 +174,11 @@ def mileposts_table(history: RunHistory, steps: Sequence[StepFacts]) -> Markup:
             )
         )
     head = ("Step", "Folder", "State", "Roles", "Ranks", "Size", "Saved", "Write time", "Reward")
-    return _table(head, {0, 4, 5, 7, 8}, rows, len(steps), "step")
+    table = _table(head, {0, 4, 5, 7, 8}, rows, len(on_disk.looked_into), "step")
+    if not on_disk.listed:
+        return table
+    older = markup("p", f"Older, not looked into: steps {numbers(on_disk.listed)}.", class_="soft")
+    return joined([table, older])
 
 
 def _table(head: Sequence[str], numeric: set[int], rows: Sequence[Markup], total: int, noun: str) -> Markup:

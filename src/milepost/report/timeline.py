@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from milepost.checkpoint.history import Kill, RunHistory, Save, Session, Validation
+from milepost.checkpoint.facts import Kill, RunHistory, Save, Session, Validation
+from milepost.checkpoint.status import ENDS
 from milepost.report.svg import Markup, TimeScale, drawing, joined, markup, text_width, time_scale
 from milepost.wording import counted, duration, file_size, moment
 
@@ -120,7 +121,7 @@ def _bar_labels(session: Session) -> list[str]:
 
 
 def _session_words(session: Session) -> str:
-    end = {None: "no stop recorded", "killed": "killed", "done": "done"}.get(session.end, f"stopped: {session.end}")
+    end = "no stop recorded" if session.end is None else ENDS.get(session.end, session.end)
     about = " · ".join(_bar_labels(session)[:1])
     return (
         f"Session {session.index + 1}{about and ': ' + about}. {moment(session.start)} to {moment(session.last)}, {end}"

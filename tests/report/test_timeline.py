@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+from diary import event, killed_run, resume, save, start, step
+from html_page import SVG, numbers_of, of_class
+
+from milepost.checkpoint.history import history_of
+from milepost.report.timeline import timeline
+
+# `killed_run` is busy from 0 to 60, 80 to 120 and 140 to 180 s: 140 s. The gaps of 20 s are more than a tenth of it, so
+# both are folded to 44 units, and the other 904 - 88 = 816 units from x = 84 on are 816 / 140 = 5.82857 a second.
+SECOND = 816 / 140
+SECOND_SESSION = 84 + 60 * SECOND + 44
+THIRD_SESSION = SECOND_SESSION + 40 * SECOND + 44
+
+
+def drawn(events: list[dict[str, Any]]) -> ElementTree.Element:
+    return ElementTree.fromstring(timeline(history_of(events)))
+
+
+def number(element: ElementTree.Element, name: str) -> float:
+    return float(element.get(name) or "nan")
+
+
+def words(svg: ElementTree.Element) -> str:
+    return " | ".join(svg.itertext())
+
+
+def test_a_kill_stands_at_its_last_sign_of_life() -> None:
+    (kill,) = of_class(drawn(killed_run()), "kill")
+    (line,) = of_class(kill, "mark")
+    assert line.get("x1") == line.get("x2") == "433.71"  # 84 + 60 * 5.82857
+    (cross,) = of_class(kill, "symbol")
+    assert numbers_of(cross.get("d") or "")[:2] == [433.7, 57]
+    assert words(kill).startswith("killed after step 5, 1 step lost; last sign of life 2027-01-15 08:01:00 UTC")
+
+
+def test_resumes_stand_where_they_happened() -> None:
+    marks = [line for group in of_class(drawn(killed_run()), "resume") for line in of_class(group, "mark")]
+    # at 86 and 150 s: 6 s into the second session, 10 s into the third
+    assert [line.get("x1") for line in marks] == ["512.69", "813.14"]
+    assert [round(SECOND_SESSION + 6 * SECOND, 2), round(THIRD_SESSION + 10 * SECOND, 2)] == [512.69, 813.14]
+
+
+def test_a_resume_says_from_where_and_on_how_many() -> None:
+    said = [group.findtext(f"{SVG}text") for group in of_class(drawn(killed_run()), "resume")]
+    assert said == ["resumes from step 4", "resumes from step 6 on 1 rank"]
+
+
+def test_bars_tell_length_and_world_size() -> None:
+    bars = of_class(drawn(killed_run()), "session")
+    assert [(number(bar, "x"), number(bar, "width")) for bar in bars] == [
+        (84, 349.71), (477.71, 233.14), (754.86, 233.14),
+    ]  # fmt: skip
+    # 46 for the largest world size, 2; 18 + (46 - 18) / 2 for one rank
+    assert [number(bar, "height") for bar in bars] == [46, 46, 32]
+
+
+def test_lost_work_is_hatched_from_the_beginning_of_the_lost_step() -> None:
+    (lost,) = of_class(drawn(killed_run()), "lost")
+    # step 5 took the 10 s before 60: 84 + 50 * 5.82857
+    assert (lost.get("x"), lost.get("width")) == ("375.43", "58.29")
+
+
+def test_saves_and_validations_have_their_places() -> None:
+    svg = drawn(killed_run())
+    saves = [group.find(f"{SVG}rect") for group in of_class(svg, "save", "durable")]
+    assert [round(number(box, "x") - 84, 2) for box in saves[:2] if box is not None] == [180.69, 297.26]  # 31 s, 51 s
+    assert "step 2 saved in 1.0 s, 2.0 MB, 2027-01-15 08:00:32 UTC" in words(svg)
+    diamonds = [numbers_of(mark.get("d") or "")[0] for mark in of_class(svg, "validation")]
+    assert diamonds == [round(84 + 53 * SECOND, 1), round(THIRD_SESSION + 35 * SECOND, 1)]
+    assert "validation after step 4: val/exact_match 0.25" in words(svg)
+
+
+def test_saves_that_failed_or_never_ended_look_different() -> None:
+    svg = drawn([
+        start(0), event(10, "save_requested", step=1), event(20, "save_failed", step=1, error="<no space>"),
+        event(50, "save_requested", step=2), step(100, 3),
+    ])  # fmt: skip
+    assert len(of_class(svg, "save", "failed")) == len(of_class(svg, "save", "open")) == 1
+    assert "save of step 1 failed: <no space>" in words(svg)
+    assert "save of step 2 begun, end not recorded" in words(svg)
+
+
+def test_a_fresh_first_start_is_no_resume_but_starting_over_is() -> None:
+    svg = drawn([start(0), resume(1, None), step(9, 1), start(20), resume(21, None, mode="disable"), step(30, 1)])
+    assert [group.findtext(f"{SVG}text") for group in of_class(svg, "resume")] == ["starts over"]
+
+
+def test_a_week_of_silence_is_folded_and_said() -> None:
+    svg = drawn([start(0), step(100, 1), start(700_000), step(700_100, 2)])
+    assert "nothing ran for 8 d 2 h" in words(svg)  # 699,900 s
+    assert [number(bar, "width") for bar in of_class(svg, "session")] == [430, 430]  # (904 - 44) / 2
+
+
+def test_labels_that_would_collide_are_left_to_the_hover_text() -> None:
+    events = [start(0), step(1000, 1)]
+    for at in range(1001, 1011):
+        events += [start(at, attempt=1), resume(at + 0.5, 1)]
+    resumes = of_class(drawn([*events, step(2000, 2)]), "resume")
+    assert len(resumes) >= 2
+    labels = [group.findtext(f"{SVG}text") for group in resumes]
+    assert labels[0] == "resumes from step 1" and None in labels
+    assert all(group.findtext(f"{SVG}title") for group in resumes)
+
+
+def test_five_thousand_saves_are_thinned_to_what_can_be_seen() -> None:
+    events = [start(0), *(line for n in range(5000) for line in save(2 * n, n))]
+    assert 500 < len(of_class(drawn(events), "save")) <= 905
+
+
+def test_no_sessions_no_drawing() -> None:
+    assert timeline(history_of([])) == ""
