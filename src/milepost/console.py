@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import monotonic
 
 from milepost.transfer.execute import Progress
-from milepost.units import format_bytes, format_seconds
+from milepost.wording import duration, file_size
 
 _EVERY_SECONDS = 10.0
 
@@ -62,6 +62,6 @@ class _PlainProgress:
         if now - self._told >= _EVERY_SECONDS and self._done:
             self._told = now
             rate = self._done / (now - self._begun)
-            left = format_seconds((self._total - self._done) / rate)
-            done = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
-            note(f"{self._label}: {done}, {format_bytes(rate)}/s, {left} left")
+            left = duration((self._total - self._done) / rate)
+            done = f"{file_size(self._done)} of {file_size(self._total)}"
+            note(f"{self._label}: {done}, {file_size(rate)}/s, {left} left")

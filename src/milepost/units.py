@@ -1,4 +1,4 @@
-"""Sizes in bytes and durations, as people write and read them."""
+"""Sizes in bytes as people write them; `milepost.wording` is the other way round."""
 
 from __future__ import annotations
 
@@ -22,22 +22,3 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None or not float(match[1]):
         raise CallError(f"{text!r} is no size; write for instance 512MB, 5GB or 1GiB")
     return int(float(match[1]) * factor)
-
-
-def format_bytes(count: float) -> str:
-    """1_980_000_000 -> "1.98 GB"; decimal units, three significant digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """0.123 -> "0.12 s", 75 -> "1 min 15 s", 7200 -> "2 h 0 min"."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 
-def file_size(count: int) -> str:
+def file_size(count: float) -> str:
     """A number of bytes in decimal units: 999 B, 1.5 kB, 12 MB, 3.4 GB."""
     value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
     while round(value, 1) >= 1000 and len(units) > 1:
         value /= 1000
         units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{value:.{0 if value >= 9.95 else 1}f} {units[0]}"
+    return f"{count:.0f} B" if units[0] == "B" else f"{value:.{0 if value >= 9.95 else 1}f} {units[0]}"
 
 
 def duration(seconds: float) -> str:

@@ -21,7 +21,8 @@ from milepost.jobs import compare as comparison
 from milepost.jobs import merge as merging
 from milepost.jobs.prepare import ModelOptions, prepare, prepare_to_compare, under_cast
 from milepost.layouts import find_layout, open_directory
-from milepost.units import format_bytes, format_seconds, parse_bytes
+from milepost.units import parse_bytes
+from milepost.wording import duration, file_size
 
 Directory = Annotated[Path | None, typer.Argument(help="A run, a step, or a role's directory.", show_default=False)]
 Backend = Annotated[str, typer.Option("--backend", help="Layout of the checkpoint: auto, fsdp, huggingface.")]
@@ -105,7 +106,7 @@ def merge(
         note(text, quiet=quiet)
     if dry_run:
         written = under_cast(model.index, dtype)
-        note(f"would write {len(written)} tensors, {format_bytes(written.nbytes)}", quiet=json_)
+        note(f"would write {len(written)} tensors, {file_size(written.nbytes)}", quiet=json_)
         if json_:
             _print_json(tensors=len(written), bytes=written.nbytes, dry_run=True)
         return
@@ -134,7 +135,7 @@ def merge(
         )
     else:
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.dtypes.items())
-        size, time = format_bytes(report.nbytes), format_seconds(report.seconds)
+        size, time = file_size(report.nbytes), duration(report.seconds)
         note(f"wrote {report.tensors} tensors ({kinds}), {size} in {time}", quiet=quiet)
         typer.echo(str(target))
 
@@ -195,7 +196,7 @@ def test(
             largest = f"; largest difference {d.max_abs:.3g}, relative {d.max_rel:.3g}" if d.elements else ""
             typer.echo(f"{d.kind:8}{d.name}: {d.detail}{largest}")
         if report.ok:
-            typer.echo(f"equal: {report.tensors} tensors, {format_bytes(report.nbytes)}")
+            typer.echo(f"equal: {report.tensors} tensors, {file_size(report.nbytes)}")
         else:
             typer.echo(f"not equal: {len(report.differences)} tensors differ, of {report.tensors}")
     if not report.ok:
@@ -253,7 +254,7 @@ def verify(
             typer.echo(problem)
         how = "sizes, headers and every byte" if deep else "sizes and headers; --deep reads every byte"
         state = "good" if verdict.ok else f"not good, {len(verdict.problems)} problems"
-        typer.echo(f"{state}: {verdict.files} files, {format_bytes(verdict.nbytes)} ({how})")
+        typer.echo(f"{state}: {verdict.files} files, {file_size(verdict.nbytes)} ({how})")
     if not verdict.ok:
         raise typer.Exit(1)
 
@@ -277,7 +278,7 @@ def _inspect_run(path: Path, as_json: bool) -> None:
     typer.echo(f"run {path}: {len(steps)} steps, the tracker says {read_tracker(path)}")
     for state in steps:
         nbytes, world_size = sizes[state.step]
-        detail = f"{format_bytes(nbytes)}, world size {world_size}" if nbytes is not None else state.why
+        detail = f"{file_size(nbytes)}, world size {world_size}" if nbytes is not None else state.why
         typer.echo(f"  {state.step:>8}  {state.state:11} {detail}")
 
 
@@ -307,7 +308,7 @@ def _inspect_role(located: Located, globs: list[str], as_json: bool) -> None:
     typer.echo(
         f"{located.role or 'model'} {located.directory}: layout {index.layout}, world size {index.world_size}{step}"
     )
-    size = f"{facts['parameters']:,} parameters, {format_bytes(weights.nbytes)}"
+    size = f"{facts['parameters']:,} parameters, {file_size(weights.nbytes)}"
     typer.echo(f"  weights  {len(weights)} tensors ({kinds}), {size}")
     typer.echo(f"  moments  {facts['moments']} tensors" if facts["moments"] else "  moments  none")
     for name, entry in chosen.items():

@@ -22,7 +22,7 @@ from milepost.layouts.huggingface import CONFIG, companion_files, read_config
 from milepost.layouts.safetensors import SafetensorsWriter, with_dtype
 from milepost.transfer import execute, plan
 from milepost.transfer.execute import Progress, window_bytes_for
-from milepost.units import format_bytes
+from milepost.wording import file_size
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,6 @@ def _check_space(directory: Path, nbytes: int) -> None:
     free = stats.f_bavail * stats.f_frsize
     if free < nbytes:
         raise WriteError(
-            f"{directory.parent}: the model needs {format_bytes(nbytes)}, {format_bytes(free)} are free; "
+            f"{directory.parent}: the model needs {file_size(nbytes)}, {file_size(free)} are free; "
             "make room or choose another --target_dir"
         )
