@@ -90,7 +90,7 @@ def test_what_can_be_known_before_is_refused_before(overrides: list[str], kind: 
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts() -> None:
-    with pytest.raises(WriteError, match="trainer.default_local_dir=/proc/nowhere cannot be made"):
+    with pytest.raises(WriteError, match=r"trainer\.default_local_dir=/proc/nowhere cannot be made"):
         launch.launch(None, ["trainer.default_local_dir=/proc/nowhere"], LaunchOptions())
 
 
