@@ -217,3 +217,66 @@ def test_the_reading_commands_do_not_import_torch(zoo: Path, tmp_path: Path) -> 
         "assert not {'torch', 'transformers', 'omegaconf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_head_may_stop_reading(role: Path) -> None:
+    listing = f"{sys.executable} -m milepost inspect '{role}' --name '*' --json"
+    filled = " ".join(["--name '*'"] * 50)
+    command = f"set -o pipefail; {{ {listing} {filled}; echo status $? >&2; }} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == "status 0\n"
+
+
+def test_a_full_pipe_end_is_one_line(role: Path) -> None:
+    command = f"{sys.executable} -m milepost inspect '{role}' > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "the disk is full" in done.stderr
+
+
+def test_the_model_that_a_merge_takes_its_config_from_is_not_overwritten(
+    role: Path, zoo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    companions = role / "huggingface"
+    before = {path.name: path.read_bytes() for path in companions.iterdir()}
+    status, _, stderr = call(capfd, "merge", role, companions, "--overwrite")
+    assert status == 2 and "holds the checkpoint that is being merged" in stderr
+    assert {path.name: path.read_bytes() for path in companions.iterdir()} == before
+    shutil.copytree(zoo / "untied" / "reference", tmp_path / "base")
+    status, _, stderr = call(
+        capfd, "merge", role, tmp_path / "base", "--hf_model_path", tmp_path / "base", "--overwrite"
+    )
+    assert status == 2 and "choose another" in stderr
+
+
+def test_a_role_can_be_named_from_inside(
+    role: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "global_step_7"
+    step.mkdir()
+    role.rename(step / "actor")
+    monkeypatch.chdir(step / "actor")
+    status, stdout, _ = call(capfd, "inspect", ".")
+    assert status == 0 and stdout.startswith("actor ") and ", step 7" in stdout
+    assert call(capfd, "merge", ".", tmp_path / "out")[0] == 0
+    monkeypatch.chdir(step)
+    assert ", step 7" in call(capfd, "inspect", ".")[1]
+
+
+def test_verify_says_that_a_file_is_a_file(role: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = role / "model_world_size_2_rank_0.pt"
+    assert call(capfd, "verify", file)[::2] == (
+        2,
+        f"milepost: {file}: is a file; give the directory of a run, a step, a role or a model\n",
+    )
+
+
+def test_moments_are_listed_as_tensors(fsdp_checkpoints: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, stdout, _ = call(capfd, "inspect", fsdp_checkpoints / "w2", "--name", "optim/*up.weight/*", "--json")
+    listed = json.loads(stdout)["listed"]
+    # two layers, and exp_avg, exp_avg_sq and step of each
+    assert status == 0 and len(listed) == 6
+    assert {entry["kind"] for entry in listed.values()} == {"moment"}
+    first = listed["optim/layers.0.up.weight/exp_avg"]
+    assert (first["dtype"], first["shape"], first["parts"]) == ("float32", [30, 16], 2)
+    _, stdout, _ = call(capfd, "inspect", fsdp_checkpoints / "w2", "--name", "optim/*up.weight/exp_avg")
+    assert "moment  optim/layers.1.up.weight/exp_avg  float32 [30, 16] in 2 parts" in stdout

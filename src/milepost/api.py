@@ -8,18 +8,19 @@ milepost.test("checkpoints/my/run", "my-model").ok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.locate import Located, locate
+from milepost.checkpoint.parts import locate_part
 from milepost.index import TensorIndex
 from milepost.jobs.compare import Report, compare
 from milepost.jobs.merge import MergeOptions, MergeReport
 from milepost.jobs.merge import merge as merge_model
-from milepost.jobs.prepare import ModelOptions, prepare, prepare_to_compare
+from milepost.jobs.prepare import ModelOptions, open_reference, prepare, prepare_to_compare
 from milepost.layouts import open_directory
 from milepost.layouts.huggingface import find_companions, read_config
 from milepost.units import parse_bytes
@@ -80,8 +81,12 @@ def merge(
     backend: str = "auto",
     model: ModelOptions | None = None,
 ) -> MergeReport:
-    """Write a checkpoint as a Hugging Face model directory; see `milepost.jobs.merge` for what it raises."""
-    located = locate(Path(path), role=role, backend=backend)
+    """Write a checkpoint as a Hugging Face model directory; see `milepost.jobs.merge` for what it raises.
+
+    `role` is a directory of a step ("actor", "critic"), or "policy" or "value" of a state dict that holds both.
+    """
+    located, part = locate_part(Path(path), role=role, backend=backend)
+    model = replace(model or ModelOptions(), part=part) if part else model
     options = MergeOptions(
         dtype=dtype,
         memory_limit=parse_bytes(str(memory_limit)),
@@ -103,10 +108,11 @@ def test(
     model: ModelOptions | None = None,
 ) -> Report:
     """Compare a checkpoint with a Hugging Face model: `.ok`, `.differences`."""
-    located = locate(Path(path), role=role, backend=backend)
-    reference = open_directory(Path(hf_dir), "huggingface")
+    located, part = locate_part(Path(path), role=role, backend=backend)
+    model = replace(model or ModelOptions(), part=part) if part else model
     ours = prepare_to_compare(located.directory, Path(hf_dir), located.layout.name, model)
-    return compare(ours.index, reference, dtype=dtype, atol=atol, rtol=rtol)
+    reference = open_reference(Path(hf_dir))
+    return compare(ours.comparable(), reference, dtype=dtype, atol=atol, rtol=rtol, updates=ours.updates)
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # pytest collects what is named so

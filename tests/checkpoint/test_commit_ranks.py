@@ -149,7 +149,7 @@ def test_a_failure_on_one_rank_is_raised_on_both_within_seconds(told: list[dict[
         assert outcome["actor"].text == f"step 2 was not saved: rank 1: {place}/actor: Input/output error"
         assert outcome["critic"].text == f"step 2 was not saved: rank 0: {place}/critic: ValueError: no such luck"
         assert outcome["both"].text.startswith(f"step 2 was not saved: rank 0: {place}/critic: ValueError")
-        assert outcome["both"].text.endswith("(1 more ranks failed too)")
+        assert outcome["both"].text.endswith("(1 more rank failed too)")
         assert max(outcome[call].seconds for call in ("actor", "critic", "both")) < 5
 
 

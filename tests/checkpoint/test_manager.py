@@ -341,6 +341,10 @@ def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
         resumed(tmp_path, "resume_path")
     with pytest.raises(NotFoundError, match=r"name one of them, such as .*global_step_10"):
         resumed(tmp_path, "resume_path", tmp_path)
+    with pytest.raises(NotFoundError, match=r"one role of a step; name the step, .*global_step_10$"):
+        resumed(
+            tmp_path, "resume_path", next(path for path in (tmp_path / "global_step_10").iterdir() if path.is_dir())
+        )
 
 
 def test_a_named_step_that_is_not_whole_is_an_error_and_no_other_is_taken(tmp_path: Path) -> None:

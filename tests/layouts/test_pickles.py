@@ -89,7 +89,7 @@ def test_a_call_is_refused_by_name_in_every_protocol(
     [
         ("__builtin__", "eval"),
         ("builtins", "eval"),
-        ("builtins", "getattr"),
+        ("builtins", "getattr.__self__"),
         ("builtins", "set.__class__"),
         ("os", "system"),
         ("torch", "_utils.os.system"),
@@ -113,6 +113,39 @@ def test_no_name_reaches_past_the_table(module: str, name: str) -> None:
             pickles.load(data, "f")
 
 
+SHARDED = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
+
+
+@pytest.mark.parametrize("module", [b"__builtin__", b"builtins"])
+def test_one_attribute_of_one_class_can_be_asked_for(module: bytes) -> None:
+    # How protocol 2 writes a nested class; protocol 4 writes its dotted name.
+    called = b"\x80\x02c" + module + b"\ngetattr\n" + SHARDED + text("ProcessGroupState") + b"\x86R."
+    dotted = SHARDED.removesuffix(b"\n") + b".ProcessGroupState\n"
+    found = pickles.load(called, "f")
+    assert found is pickles.load(b"\x80\x02" + dotted + b".", "f")
+    assert found.kind == "torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SHARDED, text("__class__")),
+        (SHARDED, text("__init__")),
+        (SHARDED, text("kind")),
+        (SHARDED, number(1)),
+        (SHARDED + b")R", text("ProcessGroupState")),
+        (b"ctorch.distributed.tensor\nDTensor\n", text("ProcessGroupState")),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n", text("_function")),
+        (b"cbuiltins\ngetattr\n", text("_function")),
+        (text("torch.distributed._shard.sharded_tensor.api.ShardedTensor"), text("ProcessGroupState")),
+        (b"}", text("ProcessGroupState")),
+    ],
+)
+def test_no_other_attribute_can_be_asked_for(owner: bytes, name: bytes) -> None:
+    with pytest.raises(RefusedError, match=r"builtins\.getattr"):
+        pickles.load(b"\x80\x02c__builtin__\ngetattr\n" + owner + name + b"\x86R.", "f")
+
+
 def test_a_name_cut_elsewhere_is_the_same_name() -> None:
     assert (
         pickles.load(b"\x80\x04" + text("torch") + text("_utils._rebuild_tensor_v2") + b"\x93.", "f")
@@ -131,6 +164,7 @@ def test_a_name_of_control_characters_does_not_reach_the_terminal() -> None:
 FUNCTION = b"ctorch._utils\n_rebuild_tensor_v2\n"
 STORAGE = b"ctorch\nFloatStorage\n"
 RECORD = b"ctorch.distributed.tensor\nDTensor\n"
+GETATTR = b"cbuiltins\ngetattr\n"
 TENSOR = tensor_pickle()[3 + len(text("w")) : -2]
 STATES = {
     "dictionary": b"}" + text("dtype") + text("int64") + b"s",
@@ -143,8 +177,30 @@ STATES = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 @pytest.mark.parametrize(
     "target",
-    [FUNCTION, STORAGE, RECORD, TENSOR, b"ctorch\nfloat32\n", b"ccollections\nOrderedDict\n", b"cbuiltins\nset\n"],
-    ids=["function", "storage type", "record class", "tensor", "dtype", "dict", "set"],
+    [
+        FUNCTION,
+        STORAGE,
+        RECORD,
+        SHARDED,
+        TENSOR,
+        b"ctorch\nfloat32\n",
+        b"ccollections\nOrderedDict\n",
+        b"cbuiltins\nset\n",
+        GETATTR,
+        GETATTR + SHARDED + text("ProcessGroupState") + b"\x86R",
+    ],
+    ids=[
+        "function",
+        "storage type",
+        "record class",
+        "sharded tensor",
+        "tensor",
+        "dtype",
+        "dict",
+        "set",
+        "getattr",
+        "nested class",
+    ],
 )
 def test_build_alters_nothing_that_the_table_holds_or_makes(target: bytes, state: bytes) -> None:
     before = dict(pickles.GLOBALS)

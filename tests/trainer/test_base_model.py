@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +78,22 @@ class TestDirectory:
         with pytest.raises(WriteError, match="No space left on device"):
             build_base_model(tmp_path / "base", TASK, SMALL)
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_is_a_write_error_that_names_the_folder(self, tmp_path: Path) -> None:
+        program = (
+            "import sys; from pathlib import Path; from milepost.errors import WriteError\n"
+            "from milepost.trainer.base_model import build_base_model\n"
+            "from milepost.trainer.schema import TaskConfig, WarmStartConfig\n"
+            "try: build_base_model(Path(sys.argv[1]) / 'base', TaskConfig(), WarmStartConfig(steps=1))\n"
+            "except WriteError as error: print(error)\n"
+        )
+        shell = 'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1"; ls -A "$1"'
+        call = ["unshare", "-m", "sh", "-c", shell, "sh", str(tmp_path), sys.executable, program]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
+        if "not permitted" in done.stderr or "must be superuser" in done.stderr:
+            pytest.skip("needs the right to mount a file system")
+        (line,) = done.stdout.splitlines()  # and nothing left in the folder
+        assert f"base model {tmp_path}/base cannot be written" in line and "No space left" in line
 
     def test_an_old_one_stays_when_the_new_one_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build_base_model(tmp_path / "base", TASK, SMALL)

@@ -30,7 +30,7 @@ def test_one_machine_needs_no_rendezvous() -> None:
     assert words == [
         *(sys.executable, "-m", "milepost.trainer.agent", "--standalone"),
         *("--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2"),
-        *("-m", "milepost.trainer.worker", "--config", "my.yaml", "--", "a=1", "-x"),
+        *("-m", "milepost.trainer.entry", "--config", "my.yaml", "--", "a=1", "-x"),
     ]
 
 
@@ -266,3 +266,16 @@ def test_no_worker_outlives_its_agent(model: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not alive(worker)
     process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_somebody_stops_says_so(model: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    process = start(tmp_path, model, 1, "trainer.total_training_steps=100000", "trainer.save_freq=2")
+    wait_for(lambda: events_of(tmp_path, "save_durable"), process)
+    os.killpg(process.pid, number)  # as a terminal's Ctrl-C, and a scheduler's stop, reach all processes
+    code, output = ended(process)
+    assert code == status, output
+    assert "Traceback" not in output
+    assert [event["reason"] for event in events_of(tmp_path, "stop")] == ["signal"]
+    assert not alive(events_of(tmp_path, "start")[0]["pid"])
+    assert not list(tmp_path.glob(".global_step_*.tmp"))

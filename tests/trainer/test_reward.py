@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -88,3 +89,7 @@ class TestScoring:
 
         with pytest.raises(ConfigError, match=r"prompt 1 \('b'\): raised ZeroDivisionError"):
             score_responses(reward, ["a", "b"], ["x", ""], [None, None])
+
+    def test_leaving_the_process(self) -> None:
+        with pytest.raises(ConfigError, match=r"prompt 0 \('a'\): raised SystemExit: 5"):
+            score_responses(lambda *_: sys.exit(5), ["a"], ["x"], [None])

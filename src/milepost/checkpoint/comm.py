@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from milepost.errors import MilepostError, WriteError
+from milepost.wording import counted
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def together(comm: Communicator, act: Callable[[], T]) -> list[T]:
         rank, first = failed[0]
         assert first.error is not None
         where = f"rank {rank}: " if comm.world_size > 1 else ""
-        more = f" ({len(failed) - 1} more ranks failed too)" if len(failed) > 1 else ""
+        more = f" ({counted(len(failed) - 1, 'more rank')} failed too)" if len(failed) > 1 else ""
         raise first.error(f"{where}{first.message}{more}") from raised
     return [o.value for o in outcomes]
 

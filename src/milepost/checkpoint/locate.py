@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.steps import newest_good, scan, step_number
+from milepost.checkpoint.steps import StepDir, judge, newest_good, scan, step_number
 from milepost.errors import IncompleteError, NotFoundError
-from milepost.layouts import Layout, find_layout
+from milepost.layouts import Layout, describe, find_layout
+
+_FOREIGN_STEP = re.compile(r"(?:checkpoint[-_]|step[-_]|epoch_\d+_step_)(\d{1,15})")
+"""Steps of other trainers: `checkpoint-10` (HF Trainer), `checkpoint_10` (accelerate), `step-10` (torchtitan),
+`step_10` (NeMo-RL), `epoch_0_step_10` (NeMo Automodel)."""
+_STEP_FOLDERS = (".", "checkpoint", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,47 @@ def locate(path: Path, *, role: str | None = None, backend: str = "auto") -> Loc
 
     Raises NotFoundError where nothing readable lies there, IncompleteError where a run has steps and none is whole.
     """
+    if path.name in ("", ".."):
+        path = path.absolute().resolve()  # its name and its parent's tell role and step
     if not path.exists():
         raise NotFoundError(f"{path}: no such directory")
     if not path.is_dir():
         raise NotFoundError(f"{path}: is a file; give the directory of a run, a step, a role or a model")
     layout = find_layout(path, backend)
     if layout is not None:
-        step = step_number(path.parent)
-        return Located(path, layout, path.name if step is not None else "", step)
+        place = path.resolve()
+        step = _step_of(place.parent)
+        role_name = place.name if step is not None else ""
+        return Located(path, layout, role_name, _step_of(place) if step is None else step, _found(path, layout))
     if scan(path):
         return _in_run(path, role, backend)
+    steps = foreign_steps(path, backend)
+    if steps:
+        return _in_foreign_run(path, steps, role, backend)
     return _in_step(path, role, backend, ())
+
+
+def foreign_steps(run: Path, backend: str = "auto") -> tuple[StepDir, ...]:
+    """The steps of another trainer's run, in numeric order: folders named as one in which a layout is recognised."""
+    for folder in _STEP_FOLDERS:
+        found = [
+            StepDir(int(match[1]), path)
+            for path in ((run / folder).iterdir() if (run / folder).is_dir() else ())
+            if (match := _FOREIGN_STEP.fullmatch(path.name)) and path.is_dir() and roles_of(path, backend)
+        ]
+        if found:
+            return tuple(sorted(found))
+    return ()
+
+
+def _step_of(path: Path) -> int | None:
+    match = _FOREIGN_STEP.fullmatch(path.name)
+    return int(match[1]) if match else step_number(path)
+
+
+def _found(directory: Path, layout: Layout) -> tuple[str, ...]:
+    what = describe(directory, layout)
+    return (f"{directory} is {what}",) if what else ()
 
 
 def roles_of(step_dir: Path, backend: str = "auto") -> dict[str, Layout]:
@@ -66,6 +102,17 @@ def _in_run(run: Path, role: str | None, backend: str) -> Located:
     return _in_step(newest.good.path, role, backend, tuple(notes))
 
 
+def _in_foreign_run(run: Path, steps: tuple[StepDir, ...], role: str | None, backend: str) -> Located:
+    notes: list[str] = []
+    for step in reversed(steps):
+        state = judge(step.path, named=True)
+        if state.good:
+            notes.append(f"took {step.path.name}, the newest of {len(steps)} steps that is whole")
+            return _in_step(step.path, role, backend, tuple(notes))
+        notes.append(f"passed over {step.path.name}: {state.why}")
+    raise IncompleteError(f"{run}: no step here is whole ({notes[0].removeprefix('passed over ')})")
+
+
 def _in_step(step_dir: Path, role: str | None, backend: str, notes: tuple[str, ...]) -> Located:
     roles = roles_of(step_dir, backend)
     if not roles:
@@ -77,4 +124,5 @@ def _in_step(step_dir: Path, role: str | None, backend: str, notes: tuple[str, .
         raise NotFoundError(f"{step_dir}: has no role {name}; it holds {held}")
     if role is None and len(roles) > 1:
         notes = (*notes, f"took {name} of {', '.join(roles)}")
-    return Located(step_dir / name, roles[name], name, step_number(step_dir), notes)
+    directory = step_dir / name
+    return Located(directory, roles[name], name, _step_of(step_dir), (*notes, *_found(directory, roles[name])))

@@ -7,27 +7,26 @@ tell a whole step from a damaged one without opening a tensor, and without torch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import xxhash
-
 from milepost.errors import DamagedError, IncompleteError
+from milepost.jobs.checksums import FileProblem, FileRecord, check_records, digest_file
+
+__all__ = [
+    "MANIFEST",
+    "FileProblem",
+    "FileRecord",
+    "Manifest",
+    "check_files",
+    "digest_file",
+    "read_manifest",
+]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_BLOCK = 1 << 20  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """One file of a step: its path relative to the step, with forward slashes; bytes; xxh3_128 in hex."""
-
-    path: str
-    size: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,6 @@ class Manifest:
     def to_json(self) -> str:
         """As written."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class FileProblem:
-    """What is wrong with one file of a step: kind is "missing", "size", "checksum" or "unreadable"."""
-
-    path: str
-    kind: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.why}"
 
 
 def read_manifest(step_dir: Path) -> Manifest:
@@ -119,32 +106,4 @@ def check_files(
 
     Compares sizes; with `deep` also every checksum, which reads everything. `progress` is called with bytes just read.
     """
-    return tuple(_problems(step_dir, manifest, deep, progress))
-
-
-def _problems(
-    step_dir: Path, manifest: Manifest, deep: bool, progress: Callable[[int], None] | None
-) -> Iterator[FileProblem]:
-    for record in manifest.files:
-        path = step_dir / record.path
-        try:
-            size = path.stat().st_size
-            if size != record.size:
-                yield FileProblem(record.path, "size", f"has {size} bytes instead of {record.size}")
-            elif deep and digest_file(path, progress) != record.xxh3_128:
-                yield FileProblem(record.path, "checksum", "has other bytes than were written: its checksum differs")
-        except (FileNotFoundError, NotADirectoryError):
-            yield FileProblem(record.path, "missing", "is missing")
-        except OSError as error:
-            yield FileProblem(record.path, "unreadable", f"cannot be read: {error.strerror}")
-
-
-def digest_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """xxh3_128 of a file, in hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            if progress is not None:
-                progress(len(block))
-    return digest.hexdigest()
+    return tuple(check_records(step_dir, manifest.files, deep=deep, progress=progress))

@@ -50,6 +50,9 @@ def fit(role: str, index: TensorIndex, live: Mapping[str, LiveTensor]) -> Fit:
     """
     has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in index)
     wants_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in live)
+    if wants_optimizer and not has_optimizer and index.unread:
+        # The moments are there: to go on with fresh ones would lose them in silence.
+        raise MismatchError(f"{role}: {'; '.join(index.unread)}")
     both = has_optimizer and wants_optimizer
     wanted = {name: tensor for name, tensor in live.items() if both or not name.startswith(OPTIMIZER_PREFIX)}
     offered = index if both else index.weights()

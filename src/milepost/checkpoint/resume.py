@@ -211,6 +211,8 @@ def _named(root: Path, path: Path | None, roles: Collection[str]) -> Start:
         raise ConfigError("resume_mode=resume_path needs trainer.resume_from_path, the folder of a step")
     if not path.is_dir():
         raise NotFoundError(f"{path}: no such folder to resume from; name an existing step, or use resume_mode=auto")
+    if path.name in roles and step_number(path.resolve().parent) is not None:
+        raise NotFoundError(f"{path} is one role of a step; name the step, {path.parent}")
     steps = scan(path)
     if steps:
         raise NotFoundError(f"{path} holds several steps; name one of them, such as {steps[-1].path}")

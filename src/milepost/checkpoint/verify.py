@@ -1,8 +1,8 @@
 """verify: is a checkpoint whole and unaltered?
 
 Always: every file there with its size, headers readable, the parts of every tensor tile it exactly, moments of the
-shape of their weight. With `deep` also the bytes: the manifest's checksums, and, where no manifest covers a file, the
-CRC-32 that torch.save notes for each record.
+shape of their weight. With `deep` also the bytes: the checksums of a step's manifest, or of an export that has them,
+and, where neither covers a file, the CRC-32 that torch.save notes for each record.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.locate import roles_of
+from milepost.checkpoint.locate import foreign_steps, roles_of
 from milepost.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from milepost.checkpoint.steps import judge, scan
 from milepost.errors import CheckpointError, NotFoundError
 from milepost.index import OPTIMIZER_PREFIX, TensorIndex
-from milepost.layouts import find_layout
+from milepost.jobs.checksums import check_records, read_checksums
+from milepost.layouts import archives, find_layout
 from milepost.layouts.torchfile import TorchFile
 from milepost.transfer.execute import Progress
 
@@ -44,10 +45,15 @@ def verify(path: Path, *, backend: str = "auto", deep: bool = False, progress: P
     Raises NotFoundError where nothing readable lies there; what is wrong with a checkpoint is in the verdict.
     """
     if not path.is_dir():
-        raise NotFoundError(f"{path}: no such directory")
+        what = (
+            "is a file; give the directory of a run, a step, a role or a model"
+            if path.exists()
+            else "no such directory"
+        )
+        raise NotFoundError(f"{path}: {what}")
     if find_layout(path, backend) is not None:
         return _role(path, backend, deep, progress)
-    steps = scan(path)
+    steps = scan(path) or foreign_steps(path, backend)
     if steps:
         verdicts = [_step(step.path, backend, deep, progress) for step in steps]
         problems = tuple(f"{v.path.name}: {problem}" for v in verdicts for problem in v.problems)
@@ -72,8 +78,15 @@ def _role(path: Path, backend: str, deep: bool, progress: Progress | None) -> Ve
     problems = list(_tensor_problems(index))
     if deep:
         problems += _record_problems(index, progress)
-    size = sum(file.stat().st_size for file in index.files)
-    return Verdict(path, layout.name, len(index.files), size, deep, tuple(problems))
+    files, size = len(index.files), sum(file.stat().st_size for file in index.files)
+    try:
+        records = read_checksums(path)
+    except CheckpointError as error:
+        return Verdict(path, layout.name, files, size, deep, (*problems, str(error)))
+    if records is not None:
+        problems += [str(problem) for problem in check_records(path, records, deep=deep, progress=progress)]
+        files, size = len(records), sum(record.size for record in records)
+    return Verdict(path, layout.name, files, size, deep, tuple(problems))
 
 
 def _step(path: Path, backend: str, deep: bool, progress: Progress | None) -> Verdict:
@@ -100,12 +113,13 @@ def _step(path: Path, backend: str, deep: bool, progress: Progress | None) -> Ve
 
 
 def _tensor_problems(index: TensorIndex) -> Iterator[str]:
+    has_weights = bool(index.weights())
     for name, entry in index.items():
         try:
             entry.check_tiling(name)
         except CheckpointError as error:
             yield str(error)
-        if name.startswith(OPTIMIZER_PREFIX):
+        if name.startswith(OPTIMIZER_PREFIX) and has_weights:
             weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             if weight not in index:
                 yield f"{name}: moments of a weight that is not there"
@@ -114,8 +128,12 @@ def _tensor_problems(index: TensorIndex) -> Iterator[str]:
 
 
 def _record_problems(index: TensorIndex, progress: Progress | None) -> Iterator[str]:
-    for path in index.files:
-        if path.suffix == ".pt":
-            bad = list(TorchFile(path).bad_records(progress))
-            if bad:
-                yield f"{path.name}: {len(bad)} of its records were altered ({bad[0]}): the CRC-32 differs"
+    for path, span in archives(index):
+        try:
+            bad = list(TorchFile(path, span).bad_records(progress))
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        if bad:
+            place = "" if span is None else f", bytes {span[0]} to {sum(span)}"
+            yield f"{path.name}{place}: {len(bad)} of its records were altered ({bad[0]}): the CRC-32 differs"

@@ -18,7 +18,8 @@ import typer.main
 
 from milepost import __version__
 from milepost.cli import reading, running
-from milepost.errors import MilepostError
+from milepost.errors import CallError, MilepostError
+from milepost.jobs.output import describe
 
 # typer has carried its own copy of click since 0.2x, so its errors are reached through what it exports:
 # BadParameter is a UsageError is a ClickException.
@@ -62,15 +63,26 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail(130, "stopped; nothing half-written was left")
     except BrokenPipeError:
-        # The reader of our output has gone; what is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_gone()
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # click ends with status 1, which is a verdict here
+            return _reader_gone()
+        raise
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(CallError.exit_status, f"{place}{describe(error)}")
     except Exception as error:  # noqa: BLE001  the one handler of last resort
         if isinstance(error, _ClickError):
             error.show()  # type: ignore[attr-defined]
             return 2
         return _fail(3, f"internal error: {type(error).__name__}: {error} (MILEPOST_DEBUG=1 shows where)")
     return result if isinstance(result, int) else 0
+
+
+def _reader_gone() -> int:
+    """`| head` has enough: no error. What is still buffered must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _fail(status: int, message: str) -> int:

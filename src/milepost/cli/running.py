@@ -135,8 +135,9 @@ def report(
     """
     from milepost.report import write_report  # noqa: PLC0415
 
+    written = write_report(run, output)
     note("open it in a browser; it needs no network")
-    typer.echo(str(write_report(run, output)))
+    typer.echo(str(written))
 
 
 def _shown(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from milepost.errors import CallError
 from milepost.index import Bits, TensorEntry, TensorIndex
 from milepost.transfer import Window, cast_bits, cast_dtype, windows
-from milepost.transfer.execute import OpenFiles, Progress, read_window, window_bytes_for
+from milepost.transfer.execute import OpenFiles, Progress, Update, read_as, read_window, window_bytes_for
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ def compare(
     rtol: float = 0.0,
     memory_limit: int = 2**30,
     progress: Progress | None = None,
+    updates: Mapping[str, Update] | None = None,
 ) -> Report:
     """Compare a checkpoint, cast to `dtype` as a merge would cast it, with a reference, tensor by tensor.
+
+    `updates` are added to the tensors that they name, as a merge would add them.
 
     With both tolerances 0 values must be equal bit for bit (0.0 and -0.0 differ, a NaN equals the same NaN). Otherwise
     |a - b| <= atol + rtol * |b|, and NaN equals NaN.
@@ -77,7 +81,8 @@ def compare(
                 detail = f"{list(entry.shape)} in the checkpoint, {list(other.shape)} in the reference"
                 differences.append(Difference(name, "shape", detail))
                 continue
-            found = _values(name, entry, other, wanted, _Tolerance(atol, rtol), window, files, progress)
+            update = (updates or {}).get(name)
+            found = _values(name, entry, other, wanted, _Tolerance(atol, rtol), window, files, progress, update)
             if wanted != other.dtype:
                 detail = f"{wanted} in the checkpoint, {other.dtype} in the reference"
                 differences.append(Difference(name, "dtype", detail, found.elements, found.max_abs, found.max_rel))
@@ -109,12 +114,13 @@ def _values(
     window: int,
     files: OpenFiles,
     progress: Progress | None,
+    update: Update | None,
 ) -> _Found:
     total = _Found()
     for box in windows(entry, window // 2):
         ours = Window(name, entry.dtype, box, tuple(entry.pieces(box)))
         theirs = Window(name, other.dtype, box, tuple(other.pieces(box)))
-        bits = cast_bits(read_window(ours, files), entry.dtype, wanted)
+        bits = read_as(ours, wanted, update, files)
         found = _difference(bits, wanted, read_window(theirs, files), other.dtype, tolerance)
         total = _Found(
             total.elements + found.elements, max(total.max_abs, found.max_abs), max(total.max_rel, found.max_rel)

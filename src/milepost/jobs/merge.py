@@ -10,16 +10,25 @@ import json
 import os
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
+
+import xxhash
 
 from milepost.errors import WriteError
-from milepost.index import DTYPES, Box, TensorIndex
+from milepost.index import DTYPES, Box, TensorEntry, TensorIndex
+from milepost.jobs.checksums import record_files, write_checksums
+from milepost.jobs.lora import DIRECTORY as ADAPTER
+from milepost.jobs.lora import write_adapter
 from milepost.jobs.output import output_directory
 from milepost.jobs.prepare import HuggingFaceModel, under_cast
+from milepost.jobs.ranks import Team, share_out
 from milepost.layouts.huggingface import CONFIG, companion_files, read_config
-from milepost.layouts.safetensors import SafetensorsWriter, with_dtype
+from milepost.layouts.safetensors import SafetensorsWriter, shard_files, with_dtype
+from milepost.mapping.nested import TEXT, tower_of
 from milepost.transfer import execute, plan
 from milepost.transfer.execute import Progress, window_bytes_for
 from milepost.wording import file_size
@@ -34,6 +43,7 @@ class MergeOptions:
     memory_limit: int = 2**30
     workers: int = 2
     overwrite: bool = False
+    checksum: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,16 +64,25 @@ def merge(
     options: MergeOptions | None = None,
     *,
     progress: Progress | None = None,
+    team: Team | None = None,
 ) -> MergeReport:
-    """Write a prepared model as a Hugging Face model directory.
+    """Write a prepared model as a Hugging Face model directory; with a `team`, this rank's share of it.
 
     Raises CheckpointError where the checkpoint is not good, CallError and WriteError where the call or the target is
     not. Nothing is left behind then, and an older export in `target` stays as it was.
     """
     options = options or MergeOptions()
     begun = monotonic()
-    with output_directory(target, overwrite=options.overwrite, sources=model.index.files) as building:
-        written = export(model, building, options, progress)
+    if model.adapter is not None:
+        model = replace(model, adapter=model.adapter.of_base(target))
+    sources = (*model.index.files, model.companions / CONFIG)
+    if team is None:
+        with output_directory(target, overwrite=options.overwrite, sources=sources) as building:
+            written = export(model, building, options, progress)
+            if options.checksum:
+                write_checksums(building, record_files(building, _files_below(building), options.workers, progress))
+    else:
+        written = _merge_share(model, sources, options, progress, team)
     return MergeReport(
         target=target,
         tensors=len(written),
@@ -74,20 +93,83 @@ def merge(
     )
 
 
-def export(
-    model: HuggingFaceModel, directory: Path, options: MergeOptions, progress: Progress | None = None
-) -> TensorIndex:
-    """Write weights, config and companions into an existing directory; returns what was written."""
+def bytes_to_move(model: HuggingFaceModel, options: MergeOptions, team: Team | None = None) -> int:
+    """What `progress` will be told in all, companions aside: bytes read here, and bytes read again for checksums."""
     written = under_cast(model.index, options.dtype)
-    _check_space(directory, written.nbytes)
+    names = [name for names in _share(written, options, team).values() for name in names]
+    moved = sum(model.index[name].nbytes for name in names)
+    return moved + (sum(written[name].nbytes for name in names) if options.checksum else 0)
+
+
+def _share(written: TensorIndex, options: MergeOptions, team: Team | None) -> dict[str, list[str]]:
+    """The files that this rank writes, and the tensors of each."""
+    files = shard_files(written.entries, options.max_shard_size)
+    if team is None:
+        return files
+    sizes = {file: sum(written[name].nbytes for name in names) for file, names in files.items()}
+    mine = share_out(sizes, team.size)[team.rank]
+    return {file: names for file, names in files.items() if file in mine}
+
+
+def _merge_share(
+    model: HuggingFaceModel, sources: tuple[Path, ...], options: MergeOptions, progress: Progress | None, team: Team
+) -> TensorIndex:
+    def checked(count: int) -> None:
+        team.check()
+        if progress is not None:
+            progress(count)
+
+    with team.directory(overwrite=options.overwrite, sources=sources) as building:
+        written = export(model, building, options, checked, team)
+        mine = list(_share(written, options, team))
+        hashed = record_files(building, mine, options.workers, checked) if options.checksum else ()
+        sizes = {file: (building / file).stat().st_size for file in mine}
+        records = team.gather(building, _outline(written), sizes, hashed)
+        if team.leads and options.checksum:
+            recorded = {record.path for record in records}
+            rest = [name for name in _files_below(building) if name not in recorded]
+            write_checksums(building, [*records, *record_files(building, rest, options.workers, checked)])
+    team.wait_for_commit()
+    return written
+
+
+def _files_below(directory: Path) -> list[str]:
+    return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def _outline(written: TensorIndex) -> str:
+    """A digest of every tensor's name, element type and shape, in order."""
+    lines = (f"{name} {entry.dtype} {entry.shape}\n" for name, entry in written.items())
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
+
+
+def export(
+    model: HuggingFaceModel,
+    directory: Path,
+    options: MergeOptions,
+    progress: Progress | None = None,
+    team: Team | None = None,
+) -> TensorIndex:
+    """Write weights, config and companions into an existing directory; returns what was written.
+
+    With a `team`, this rank's files; config and companions are for rank 0.
+    """
+    written = under_cast(model.index, options.dtype)
+    files = _share(written, options, team)
+    names = [name for names in files.values() for name in names]
+    _check_space(directory, sum(written[name].nbytes for name in names))
     windows = plan(
         model.index,
-        ((name, Box.whole(entry.shape)) for name, entry in model.index.entries.items()),
+        ((name, Box.whole(model.index[name].shape)) for name in names),
         window_bytes_for(options.memory_limit, options.workers),
     )
-    with SafetensorsWriter(directory, written.entries, options.max_shard_size) as writer:
-        execute(windows, writer, workers=options.workers, progress=progress)
-    write_companions(model, written, directory)
+    with SafetensorsWriter(directory, written.entries, options.max_shard_size, files) as writer:
+        execute(windows, writer, workers=options.workers, progress=progress, updates=model.updates)
+    if team is None or team.leads:
+        write_companions(model, written, directory)
+        if model.adapter is not None:
+            window_bytes = window_bytes_for(options.memory_limit, options.workers)
+            write_adapter(model.adapter, directory / ADAPTER, options.dtype, window_bytes, options.workers)
     return written
 
 
@@ -95,7 +177,7 @@ def write_companions(model: HuggingFaceModel, written: TensorIndex, directory: P
     """Copy the companions byte for byte; config.json too, unless it must say something else to be true."""
     for path in companion_files(model.companions):
         shutil.copyfile(path, directory / path.name)
-    config = with_dtype(model.config, main_dtype(written))
+    config = with_dtype(model.config, main_dtype(written), part_dtypes(written, model.config))
     if config != read_config(model.companions):
         (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
@@ -107,6 +189,15 @@ def main_dtype(index: TensorIndex) -> str:
         if DTYPES[entry.dtype].floating:
             weight[entry.dtype] += entry.nbytes
     return weight.most_common(1)[0][0] if weight else "float32"
+
+
+def part_dtypes(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str]:
+    """The floating element type of each part of a model that has a config of its own, by that config's key."""
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in index.items():
+        if DTYPES[entry.dtype].floating:
+            parts.setdefault(tower_of(name, config) or TEXT, {})[name] = entry
+    return {key: main_dtype(index.with_entries(entries)) for key, entries in parts.items()}
 
 
 def _check_space(directory: Path, nbytes: int) -> None:

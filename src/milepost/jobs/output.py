@@ -20,6 +20,7 @@ _CAUSES = {
     errno.EROFS: "the file system is read-only; choose another place",
     errno.EACCES: "no permission to write there; choose another place",
     errno.EPERM: "no permission to write there; choose another place",
+    errno.EEXIST: "a part of the path is a file; choose another place",
     errno.ENOTDIR: "a part of the path is a file; choose another place",
 }
 

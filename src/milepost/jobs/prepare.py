@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import NotFoundError
+from milepost.errors import CallError, CheckpointError, NotFoundError
 from milepost.index import TensorIndex
+from milepost.jobs import lora
 from milepost.layouts import open_directory
-from milepost.layouts.huggingface import CONFIG, find_companions, read_config
-from milepost.mapping import names
+from milepost.layouts.huggingface import CONFIG, find_companions, is_model_directory, read_config, read_safetensors
+from milepost.mapping import FAMILIES, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, names
+from milepost.mapping.lora import LoraRun, has_adapter, take_apart
+from milepost.mapping.wrappers import VALUE, take_part
 from milepost.transfer.cast import cast_dtype
+from milepost.transfer.execute import Update
+
+KEEP, MERGE = "keep", "merge"
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,18 @@ class ModelOptions:
     is_value_model:      a critic, whatever class config.json names
     tie_word_embedding:  output and input embedding are one tensor, whatever config.json says
     allow_missing:       patterns of names that may be absent
+    part:                "policy" or "value", of a state dict that holds both
+    lora:                what becomes of a LoRA adapter: "keep" it beside the base model, "merge" it into the weights
+    lora_alpha:          its alpha, where no file says it
     """
 
     hf_model_path: Path | None = None
     is_value_model: bool = False
     tie_word_embedding: bool = False
     allow_missing: tuple[str, ...] = ()
+    part: str | None = None
+    lora: str = KEEP
+    lora_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,19 +51,27 @@ class HuggingFaceModel:
     config:      what config.json must say, element type not yet made true
     companions:  the directory whose small files travel with it
     notes:       what was decided on the way, one line each
+    updates:     what is added to which tensor on its way: an adapter that is merged
+    adapter:     an adapter that stays beside the model
     """
 
     index: TensorIndex
     config: Mapping[str, Any]
     companions: Path
     notes: tuple[str, ...]
+    updates: Mapping[str, Update] = field(default_factory=dict)
+    adapter: lora.AdapterExport | None = None
+
+    def comparable(self) -> TensorIndex:
+        """All tensors of the export, those of an adapter with its directory in front of their names."""
+        return self.index if self.adapter is None else lora.beside(self.index, self.adapter.index)
 
 
 def prepare(directory: Path, backend: str = "auto", options: ModelOptions | None = None) -> HuggingFaceModel:
     """Open a role directory and map it to Hugging Face; nothing is written.
 
     Raises MismatchError or IncompleteError listing what is missing, extra or of another shape than the architecture in
-    config.json asks for.
+    config.json asks for; CallError where the state dict holds two models and `options.part` names none.
     """
     options = options or ModelOptions()
     return _prepare(directory, backend, options, companions_of(directory, options.hf_model_path), complete=True)
@@ -67,20 +87,84 @@ def prepare_to_compare(
     return _prepare(directory, backend, options, companions_of(directory, own), complete=False)
 
 
+def open_reference(directory: Path) -> TensorIndex:
+    """A Hugging Face model directory to compare with, and the adapter beside the model where it has one."""
+    index = open_directory(directory, "huggingface")
+    path = directory / lora.DIRECTORY / lora.ADAPTER_WEIGHTS
+    return lora.beside(index, index.with_entries(read_safetensors(path))) if path.is_file() else index
+
+
 def _prepare(
     directory: Path, backend: str, options: ModelOptions, companions: Path, *, complete: bool
 ) -> HuggingFaceModel:
+    if options.lora not in (KEEP, MERGE):
+        raise CallError(f"--lora {options.lora}: choose from {KEEP}, {MERGE}")
     config = read_config(companions)
     if options.tie_word_embedding:
         config["tie_word_embeddings"] = True
-    mapped = names.to_huggingface(
-        open_directory(directory, backend).weights(),
-        config,
-        is_value_model=options.is_value_model,
-        allow_missing=options.allow_missing,
-        complete=complete,
+    family = FAMILIES.get(config.get("model_type", ""))
+    part = take_part(
+        names.strip_wrappers(open_directory(directory, backend).weights()),
+        options.part,
+        "model" if family is None else family.base,
     )
-    return HuggingFaceModel(mapped.index, mapped.config, companions, mapped.notes)
+    run = take_apart(part.index) if has_adapter(part.index) else None
+    index, notes = part.index, part.notes
+    if run is not None:
+        run = _with_base(run, options, directory)
+        replaced = run.base.with_entries({**run.base, **run.trained})
+        index = replaced if options.lora == MERGE else run.base
+        notes += run.notes
+    try:
+        mapped = names.to_huggingface(
+            index,
+            config,
+            is_value_model=options.is_value_model,
+            # A value model beside a policy is one head for the sequence, a critic of its own one for each token.
+            value_head=SEQUENCE_CLASSIFICATION if options.part == VALUE else TOKEN_CLASSIFICATION,
+            allow_missing=options.allow_missing,
+            complete=complete,
+        )
+    except CheckpointError as error:
+        if options.part != VALUE or options.hf_model_path is not None:
+            raise
+        hint = f"{companions} may be the policy's; give the value model's own with --hf_model_path"
+        raise type(error)(f"{error}\n{hint}") from None
+    notes += mapped.notes
+    model = HuggingFaceModel(
+        mapped.index.with_entries({**mapped.index, **part.beside}), mapped.config, companions, notes
+    )
+    return model if run is None else _with_adapter(model, run, mapped, options, directory)
+
+
+def _with_base(run: LoraRun, options: ModelOptions, directory: Path) -> LoraRun:
+    """A run whose checkpoint holds the adapter alone gets its base from the model's directory."""
+    if run.base:
+        return run
+    path = options.hf_model_path
+    if path is None or not is_model_directory(path):
+        raise NotFoundError(
+            f"{directory}: holds a LoRA adapter and no base model; give the base model's directory, with its weights, "
+            "with --hf_model_path"
+        )
+    base = open_directory(path, "huggingface")
+    note = f"the checkpoint holds the adapter alone; the base model is {path}'s"
+    return replace(run, base=replace(base, files=(*run.base.files, *base.files)), notes=(*run.notes, note))
+
+
+def _with_adapter(
+    model: HuggingFaceModel, run: LoraRun, mapped: names.Mapped, options: ModelOptions, directory: Path
+) -> HuggingFaceModel:
+    training = lora.find_training((directory, model.companions), options.lora_alpha)
+    adapted, whole = len(run.adapter.modules), len(run.adapter.whole)
+    count = f"{adapted} modules" + (f" and {whole} trained whole" if whole else "")
+    notes = (*model.notes, *training.notes)
+    if options.lora == MERGE:
+        updates = lora.updates(run.adapter, training, mapped)
+        return replace(model, updates=updates, notes=(*notes, f"merged the LoRA adapter of {count} into the weights"))
+    adapter = lora.adapter_export(run.adapter, run.base, training, mapped.config)
+    note = f"the LoRA adapter of {count} goes to {lora.DIRECTORY}/ beside its base; --lora merge makes them one"
+    return replace(model, adapter=adapter, notes=(*notes, note))
 
 
 def companions_of(role_directory: Path, hf_model_path: Path | None = None) -> Path:

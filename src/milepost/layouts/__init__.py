@@ -2,21 +2,25 @@
 
 torchfile, pickles, dtensor   torch.save archives as byte ranges, read without torch and without running anything
 fsdp                          one set of files a rank: verl's layout
+dcp                           folders of torch.distributed.checkpoint: accelerate, HF Trainer, torchtitan, NeMo-RL
 huggingface                   safetensors directories
 locate                        from a run, step or role directory to the role directory that is meant
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from milepost.errors import CallError, NotFoundError
 from milepost.index import TensorIndex
+from milepost.layouts import dcp
 from milepost.layouts.base import Layout
+from milepost.layouts.dcp import DcpLayout
 from milepost.layouts.fsdp import FsdpLayout
 from milepost.layouts.huggingface import HuggingFaceLayout
 
-LAYOUTS: tuple[Layout, ...] = (FsdpLayout(), HuggingFaceLayout())
+LAYOUTS: tuple[Layout, ...] = (FsdpLayout(), HuggingFaceLayout(), DcpLayout())
 """Every layout that can be read, in the order in which `auto` asks them."""
 
 
@@ -37,8 +41,22 @@ def open_directory(directory: Path, backend: str = "auto") -> TensorIndex:
     layout = find_layout(directory, backend)
     if layout is None:
         known = "of a layout that milepost reads" if backend == "auto" else f"of backend {backend}"
-        raise NotFoundError(f"{directory}: holds no checkpoint {known}; give a run, step or role directory")
+        raise NotFoundError(
+            f"{directory}: holds no checkpoint {known}; give the directory of a run, a step, a role or a model"
+        )
     return layout.open(directory)
 
 
-__all__ = ["LAYOUTS", "Layout", "find_layout", "open_directory"]
+def describe(directory: Path, layout: Layout) -> str | None:
+    """What was recognised, in words, where a layout has several forms."""
+    return layout.describe(directory) if isinstance(layout, DcpLayout) else None
+
+
+def archives(index: TensorIndex) -> Iterator[tuple[Path, tuple[int, int] | None]]:
+    """Where the torch.save archives of an opened checkpoint lie, as `TorchFile` takes them; records have a CRC-32."""
+    yield from ((path, None) for path in index.files if path.suffix == ".pt")
+    if index.layout == DcpLayout.name:
+        yield from ((span.file, (span.start, span.length)) for span in dcp.archives(index))
+
+
+__all__ = ["LAYOUTS", "Layout", "archives", "describe", "find_layout", "open_directory"]

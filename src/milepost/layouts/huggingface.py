@@ -26,6 +26,10 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
+CHECKSUMS = "milepost_checksums.json"
+"""Checksums of the files of an export, where they were asked for."""
+ADAPTER_CONFIG = "adapter_config.json"
+LORA_META = "lora_train_meta.json"
 SUBDIRECTORY = "huggingface"
 """Where a role directory of other layouts keeps the companions."""
 
@@ -141,7 +145,8 @@ def _read_torch(path: Path) -> dict[str, TensorEntry]:
 
 def companion_files(directory: Path) -> list[Path]:
     """The small files that travel with the weights, byte for byte: everything here that is no weight and no index of
-    weights, such as configs, tokenizer, chat templates, processors and code named by the config."""
+    weights, such as configs, tokenizer, chat templates, processors and code named by the config. What describes an
+    adapter stays behind: beside whole weights it would make transformers look for the adapter's."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -152,17 +157,34 @@ def companion_files(directory: Path) -> list[Path]:
     )
 
 
-_OURS = {"README.md", "training_args.bin", "milepost_base.json"}
+_OURS = {"README.md", "training_args.bin", "milepost_base.json", ADAPTER_CONFIG, LORA_META, CHECKSUMS}
+# What HF Trainer and NeMo note of a run beside the model's own files.
+_OURS |= {"trainer_state.json", "fqn_to_file_index_mapping.json"}
+_OURS |= {f"{kind}_results.json" for kind in ("all", "train", "eval", "test")}
 
 
 def find_companions(role_directory: Path) -> Path | None:
-    """Where a role directory's companions lie: `huggingface/`, the older sibling `<role>_huggingface`, or itself."""
+    """Where a role directory's companions lie: `huggingface/`, the older sibling `<role>_huggingface`, or itself.
+
+    Trainers that write torch DCP folders put them elsewhere: `.hf_metadata` beside the weights (NeMo Automodel), or one
+    or two directories above (HF Trainer: the output directory of `checkpoint-N/pytorch_model_fsdp_0`).
+    """
     candidates = (
         role_directory / SUBDIRECTORY,
         role_directory.with_name(f"{role_directory.name}_{SUBDIRECTORY}"),
         role_directory,
+        *(role_directory / weights / ".hf_metadata" for weights in ("", "model", "weights/model")),
     )
-    return next((path for path in candidates if (path / CONFIG).is_file()), None)
+    found = next((path for path in candidates if (path / CONFIG).is_file()), None)
+    return found or next((path for path in role_directory.resolve().parents[:2] if _is_model_config(path)), None)
+
+
+def _is_model_config(directory: Path) -> bool:
+    """Whether a config.json here is a model's: in a directory above, any program can have left one."""
+    try:
+        return "model_type" in json.loads((directory / CONFIG).read_text())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Unpickling without trust: a pickle is read as data, and whatever it asks to call is looked up in a fixed table.
 
-The table holds three kinds of things, all inert:
+The table holds three kinds of things, all inert (`milepost.layouts.inert`):
 
 - functions of this module that build references to tensors (`TensorRef`) and small plain values;
 - record types: stand-ins for the classes of torch and numpy that occur in checkpoints. They remember what they were
@@ -15,17 +15,30 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, cast
-
-import numpy as np
+from typing import Any, cast
 
 from milepost.errors import DamagedError, RefusedError
-from milepost.index import DTYPES, Shape
+from milepost.index import DTYPES
+from milepost.layouts.inert import (
+    Array,
+    ArrayType,
+    PlainDict,
+    Record,
+    Sealed,
+    SealedType,
+    StorageRef,
+    StorageType,
+    TensorRef,
+    ints,
+    reconstruct,
+    scalar,
+    shown,
+)
 from milepost.layouts.opcodes import check_proportion
+
+__all__ = ["GLOBALS", "SHARDED_TENSOR", "Record", "StorageRef", "TensorRef", "load", "plain", "record_type"]
 
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -41,184 +54,40 @@ _MALFORMED = (
 )
 
 
-class _Fixed:
-    """What a pickle may hold and must not alter: its BUILD, which sets the state of an object, is refused.
+def load(data: bytes, where: str, allowed: Mapping[str, Any] | None = None) -> Any:
+    """The object graph of a pickle.
 
-    Dataclasses of this kind name their `__slots__` themselves: with `slots=True`, a frozen one gets a `__setstate__`
-    that sets its fields.
+    where:    names its file in errors
+    allowed:  what the pickle may name; default: `GLOBALS`
     """
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise RefusedError(f"its pickle tries to alter a {type(self).__name__}")
-
-
-@dataclass(frozen=True)
-class StorageRef(_Fixed):
-    """One storage of a torch archive: element type, record key, and number of elements."""
-
-    __slots__ = ("dtype", "key", "numel")
-
-    dtype: str
-    key: str
-    numel: int
-
-
-@dataclass(frozen=True)
-class TensorRef(_Fixed):
-    """A tensor as a view of a storage: strides and offset count elements."""
-
-    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
-
-    dtype: str
-    shape: Shape
-    strides: Shape
-    storage: StorageRef
-    offset: int
-
-
-class _SealedType(type):
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise RefusedError(f"its pickle tries to set {name} on {cls.__name__}")
-
-
-class Record(metaclass=_SealedType):
-    """Stand-in for an object of a known class: its class name, constructor arguments and state, and no behaviour."""
-
-    __slots__ = ("args", "state")
-    kind = "?"
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> Record:
-        record = object.__new__(cls)
-        record.args = args
-        record.state = None
-        return record
-
-    def __init__(self, *args: Any) -> None:
-        """Takes what its class took; see `args`."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def fields(self) -> dict[str, Any]:
-        """The attributes that its state would set: an instance dictionary, slots, or both."""
-        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
-        merged: dict[str, Any] = {}
-        for part in parts:
-            if isinstance(part, dict):
-                merged.update(part)
-        return merged
-
-    def field(self, name: str) -> Any:
-        """One attribute; raises DamagedError where it is not there."""
-        fields = self.fields()
-        if name not in fields:
-            raise DamagedError(f"a {self.kind} without {name}")
-        return fields[name]
-
-
-class Sealed(_Fixed):
-    """A function that a pickle may call and not alter."""
-
-    __slots__ = ("_function",)
-    _function: Callable[..., Any]
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise RefusedError(f"its pickle tries to set {name} on a function")
-
-
-class PlainDict(dict[Any, Any]):
-    """An OrderedDict of a pickle; its attributes (torch puts `_metadata` there) are dropped."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        """Attributes of a dictionary carry no tensors."""
-
-
-@dataclass(frozen=True)
-class _StorageType(_Fixed):
-    __slots__ = ("dtype",)
-
-    dtype: str
-
-
-_NUMBER_TYPE = re.compile(r"[biufc][0-9]{1,2}")
-
-
-class _Array:
-    """A numpy array while it is being built: `_reconstruct` makes it, BUILD fills it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, dtype, fortran, data = state
-        if not isinstance(data, bytes):
-            raise DamagedError("a numpy array of objects")
-        order: Literal["F", "C"] = "F" if fortran else "C"
-        self.value = np.array(np.frombuffer(data, dtype.value()).reshape(_ints(shape), order=order))
-
-
-class _ArrayType:
-    """A numpy element type while it is being built: letters, then BUILD names the byte order."""
-
-    __slots__ = ("letters", "order")
-
-    def __init__(self, letters: object, *_: object) -> None:
-        self.letters = letters
-        self.order = ""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.order = ">" if state[1] == ">" else "<"
-
-    def value(self) -> np.dtype[Any]:
-        """The element type, of numbers or booleans. Only those letters: numpy reads others as a small language."""
-        if not isinstance(self.letters, str):
-            raise DamagedError("a numpy type that is no text")
-        if not _NUMBER_TYPE.fullmatch(self.letters):
-            raise RefusedError(f"a numpy array of type {_shown(self.letters)}")
-        return np.dtype(self.order + self.letters)
-
-
-def load(data: bytes, where: str) -> Any:
-    """The object graph of a pickle. `where` names its file in errors."""
     try:
         check_proportion(data)
-        return _Unpickler(io.BytesIO(data), encoding="utf-8").load()
+        return _Unpickler(data, GLOBALS if allowed is None else allowed).load()
     except RefusedError as error:
         raise RefusedError(f"{where}: {error}; nothing was run. Do not use a file from this source") from None
     except DamagedError as error:
         raise DamagedError(f"{where}: {error}") from None
     except _MALFORMED as error:
         raise DamagedError(
-            f"{where}: its pickle cannot be read ({type(error).__name__}: {_shown(str(error))})"
+            f"{where}: its pickle cannot be read ({type(error).__name__}: {shown(str(error))})"
         ) from None
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, allowed: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{_PYTHON2.get(module, module)}.{name}"
-        found = GLOBALS.get(full)
+        found = self._allowed.get(full)
         if found is None:
-            raise RefusedError(f"its pickle asks for {_shown(full)}, which no checkpoint needs")
+            raise RefusedError(f"its pickle asks for {shown(full)}, which no checkpoint needs")
         return found
 
     def persistent_load(self, pid: Any) -> StorageRef:
         tag, kind, key, _location, numel = pid
-        known = tag == "storage" and isinstance(kind, _StorageType)
+        known = tag == "storage" and isinstance(kind, StorageType)
         if not (known and isinstance(key, str) and isinstance(numel, int)):
             raise DamagedError("a persistent id that names no storage")
         return StorageRef(kind.dtype, key, numel)
@@ -250,25 +119,13 @@ def _plain(value: Any, read_tensor: Callable[[TensorRef], Any], budget: Iterator
         return {_plain(v, read_tensor, budget) for v in value}
     if isinstance(value, TensorRef):
         return read_tensor(value)
-    if isinstance(value, _Array):
+    if isinstance(value, Array):
         return value.value
     if isinstance(value, Record):
         return {name: _plain(v, read_tensor, budget) for name, v in value.fields().items()}
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | bytearray):
         return value
     return str(value)
-
-
-def _shown(name: str) -> str:
-    """A name from a file, fit for a line of a message."""
-    short = name if len(name) <= 100 else name[:100] + "..."
-    return short if short.isprintable() else ascii(short)
-
-
-def _ints(values: Any) -> Shape:
-    if not isinstance(values, tuple | list) or not all(isinstance(v, int) and v >= 0 for v in values):
-        raise DamagedError("a shape that is no sequence of sizes")
-    return tuple(values)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: str | None = None) -> TensorRef:
@@ -278,7 +135,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
     if flags:
         # A conjugate or negative view holds other values than its bytes say.
         raise RefusedError("a tensor saved as a conjugate or negative view; save a clone of it")
-    shape, strides = _ints(size), _ints(stride)
+    shape, strides = ints(size), ints(stride)
     if len(shape) != len(strides) or offset < 0:
         raise DamagedError(f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset}")
     return TensorRef(dtype or storage.dtype, shape, strides, storage, offset)
@@ -315,18 +172,18 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _attribute(owner: Any, name: Any) -> Any:
+    """The one attribute that a checkpoint asks for: in protocol 2, a nested class is written as `getattr` of its outer
+    class."""
+    if owner is not GLOBALS[SHARDED_TENSOR] or name != "ProcessGroupState":
+        raise RefusedError("its pickle asks for builtins.getattr of something that no checkpoint needs")
+    return GLOBALS[f"{SHARDED_TENSOR}.ProcessGroupState"]
+
+
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise RefusedError("its pickle asks to encode a text otherwise than in latin1")
     return text.encode("latin1")
-
-
-def _scalar(dtype: Any, data: bytes) -> Any:
-    return np.frombuffer(data, dtype.value())[0].item()
-
-
-def _reconstruct(*_: Any) -> _Array:
-    return _Array()
 
 
 def _plain_dict(*items: Any) -> PlainDict:
@@ -334,6 +191,8 @@ def _plain_dict(*items: Any) -> PlainDict:
 
 
 _PYTHON2: Mapping[str, str] = MappingProxyType({"__builtin__": "builtins", "copy_reg": "copyreg"})
+
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 _RECORDS = (
     "torch.Tensor",
@@ -350,7 +209,36 @@ _RECORDS = (
     "torch.distributed.tensor.placement_types._StridedShard",
     "torch.distributed.tensor.placement_types.Replicate",
     "torch.distributed.tensor.placement_types.Partial",
+    SHARDED_TENSOR,
+    f"{SHARDED_TENSOR}.ProcessGroupState",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
 )
+
+_OLDER: Mapping[str, str] = MappingProxyType(
+    {
+        "torch.distributed._tensor.api.DTensor": "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor": "torch.distributed.tensor.DTensor",
+        "torch.distributed._tensor.device_mesh.DeviceMesh": "torch.distributed.device_mesh.DeviceMesh",
+        **{
+            f"torch.distributed._tensor.{module}.{name}": f"torch.distributed.tensor._dtensor_spec.{name}"
+            for module in ("placement_types", "_dtensor_spec")
+            for name in ("DTensorSpec", "TensorMeta")
+        },
+        **{
+            f"torch.distributed._tensor.placement_types.{name}": f"torch.distributed.tensor.placement_types.{name}"
+            for name in ("Shard", "_StridedShard", "Replicate", "Partial")
+        },
+        "torch.distributed._tensor.placement_types._Partial": "torch.distributed.tensor.placement_types.Partial",
+    }
+)
+"""Where torch before 2.5 kept the same classes."""
 
 _STORAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -370,16 +258,20 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _record_type(kind: str) -> type[Record]:
-    return cast(type[Record], _SealedType(kind.rpartition(".")[2], (Record,), {"__slots__": (), "kind": kind}))
+def record_type(kind: str) -> type[Record]:
+    """The stand-in for a class, named with its module."""
+    return cast(type[Record], SealedType(kind.rpartition(".")[2], (Record,), {"__slots__": (), "kind": kind}))
 
+
+_KINDS: Mapping[str, type[Record]] = MappingProxyType({kind: record_type(kind) for kind in _RECORDS})
 
 GLOBALS: Mapping[str, Any] = MappingProxyType(
     {
+        "builtins.getattr": Sealed(_attribute),
         "builtins.set": Sealed(lambda items=(): set(items)),
         "builtins.bytes": Sealed(lambda: b""),  # how protocol 2 writes no bytes
         "collections.OrderedDict": Sealed(_plain_dict),
-        "torch.Size": Sealed(_ints),
+        "torch.Size": Sealed(ints),
         "torch.serialization._get_layout": Sealed(_nothing),
         "torch._utils._rebuild_tensor_v2": Sealed(_tensor),
         "torch._utils._rebuild_tensor_v3": Sealed(_tensor_with_dtype),
@@ -389,13 +281,14 @@ GLOBALS: Mapping[str, Any] = MappingProxyType(
         "torch._tensor._rebuild_from_type_v2": Sealed(_subclass),
         "_codecs.encode": Sealed(_latin1),
         "numpy.ndarray": Sealed(_nothing),
-        "numpy.dtype": Sealed(_ArrayType),
+        "numpy.dtype": Sealed(ArrayType),
         **dict.fromkeys(
-            ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"), Sealed(_reconstruct)
+            ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"), Sealed(reconstruct)
         ),
-        **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), Sealed(_scalar)),
-        **{kind: _record_type(kind) for kind in _RECORDS},
-        **{name: _StorageType(dtype) for name, dtype in _STORAGES.items()},
+        **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), Sealed(scalar)),
+        **_KINDS,
+        **{older: _KINDS[kind] for older, kind in _OLDER.items()},
+        **{name: StorageType(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": name for name in DTYPES},
     }
 )

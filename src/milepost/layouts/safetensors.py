@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,25 +43,41 @@ def assign_shards(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> li
     return shards
 
 
+def shard_files(tensors: Mapping[str, TensorEntry], max_shard_size: int) -> dict[str, list[str]]:
+    """The output files by name, in order, and the names of the tensors in each."""
+    shards = assign_shards(tensors, max_shard_size)
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
+
+
 class SafetensorsWriter:
     """The safetensors files of one model in `directory`, open for writing; a context manager.
 
-    tensors: name -> what is to be written (only dtype and shape count). Leaving the context well flushes the files to
-    disk; a directory left with an error holds incomplete files, and is the caller's to remove.
+    tensors:  name -> what is to be written (only dtype and shape count)
+    only:     the files that this process writes, where others write the rest; all of them by default
+
+    Leaving the context well flushes the files to disk; a directory left with an error holds incomplete files, and is
+    the caller's to remove. The index of the weights comes with the first file.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], max_shard_size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Mapping[str, TensorEntry],
+        max_shard_size: int,
+        only: Container[str] | None = None,
+    ) -> None:
         self.directory = directory
         self.files: dict[str, int] = {}
         self._places: dict[str, Place] = {}
-        shards = assign_shards(tensors, max_shard_size)
-        weight_map: dict[str, str] = {}
+        shards = shard_files(tensors, max_shard_size)
+        mine = [file for file in shards if only is None or file in only]
         try:
-            for number, names in enumerate(shards, 1):
-                file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                self._create(file, {name: tensors[name] for name in names})
-                weight_map.update(dict.fromkeys(names, file))
-            if len(shards) > 1:
+            for file in mine:
+                self._create(file, {name: tensors[name] for name in shards[file]})
+            if len(shards) > 1 and next(iter(shards)) in mine:
+                weight_map = {name: file for file, names in shards.items() for name in names}
                 total = sum(entry.nbytes for entry in tensors.values())
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -126,15 +142,15 @@ def _allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtype: str, nested: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The config with its element type made true, under the names it uses (`dtype`, or `torch_dtype` before
-    transformers 5), nested configs alike."""
+    transformers 5), nested configs alike; `nested` names those with a type of their own: key -> element type."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
             changed[key] = dtype
-        elif isinstance(value, Mapping) and ("dtype" in value or "torch_dtype" in value):
-            changed[key] = with_dtype(value, dtype)
+        elif isinstance(value, Mapping):
+            changed[key] = with_dtype(value, (nested or {}).get(key, dtype))
         else:
             changed[key] = value
     return changed

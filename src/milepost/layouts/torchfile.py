@@ -8,6 +8,7 @@ and runs nothing.
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
@@ -54,33 +55,39 @@ class ZipRecord:
 class TorchFile:
     """An opened `.pt` archive: its object graph, with tensors as references to byte ranges.
 
+    span:  first byte and length of the archive where it is a part of a file; None for the whole file
+
     Raises DamagedError where the file is truncated or is no such archive, RefusedError where its pickle names a global
     that no checkpoint needs.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, span: tuple[int, int] | None = None) -> None:
         self.path = path
         self._records: dict[str, ZipRecord] = {}
+        where = str(path) if span is None else f"{path}, bytes {span[0]} to {sum(span)}"
         try:
-            with path.open("rb") as file:
-                self._read_directory(file.fileno(), zipfile.ZipFile(file).infolist())
-                self.root = pickles.load(self._read_record(file.fileno(), "data.pkl"), str(path))
+            with path.open("rb", buffering=0) as file:
+                start, length = span or (0, os.fstat(file.fileno()).st_size)
+                with zipfile.ZipFile(_Part(file.fileno(), start, length)) as archive:
+                    self._read_directory(file.fileno(), archive.infolist(), start, length)
+                self.root = pickles.load(self._read_record(file.fileno(), "data.pkl"), where)
         except FileNotFoundError:
             raise NotFoundError(f"{path}: no such file") from None
         except IsADirectoryError:
             raise NotFoundError(f"{path}: is a directory, not a file") from None
         except _MALFORMED as error:
-            raise DamagedError(f"{path}: not a whole torch.save archive ({error}){_hint(path)}") from None
+            raise DamagedError(f"{where}: not a whole torch.save archive ({error}){_hint(path)}") from None
 
-    def _read_directory(self, fd: int, infos: list[zipfile.ZipInfo]) -> None:
-        end = os.fstat(fd).st_size
+    def _read_directory(self, fd: int, infos: list[zipfile.ZipInfo], base: int, length: int) -> None:
+        end = base + length
         for info in infos:
             if info.compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"{self.path}: record {info.filename} is compressed; torch.save never does that")
-            if not 0 <= info.header_offset <= end:
+            header = base + info.header_offset
+            if not base <= header <= end:
                 raise DamagedError(f"{self.path}: record {info.filename} begins outside the file")
-            magic, name_length, extra_length = _LOCAL_HEADER.unpack(os.pread(fd, 30, info.header_offset))
-            start = info.header_offset + 30 + name_length + extra_length
+            magic, name_length, extra_length = _LOCAL_HEADER.unpack(os.pread(fd, 30, header))
+            start = header + 30 + name_length + extra_length
             if magic != b"PK\x03\x04" or start + info.file_size > end:
                 raise DamagedError(f"{self.path}: record {info.filename} reaches outside the file")
             # Names are `<archive name>/<record>`; the archive's own name means nothing.
@@ -152,6 +159,38 @@ class TorchFile:
             return pickles.plain(value, read)
         except DamagedError as error:
             raise DamagedError(f"{self.path}: {error}") from None
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file as a file of its own, for zipfile."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd = fd
+        self._start = start
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if position < 0:
+            raise ValueError("a position before the archive")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        count = os.preadv(self._fd, [view], self._start + self._position)
+        self._position += count
+        return count
 
 
 def _hint(path: Path) -> str:

@@ -2,6 +2,7 @@
 bring a checkpoint's names there."""
 
 from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.families import FAMILIES
 from milepost.mapping.heads import infer_head, value_head_config
 from milepost.mapping.names import (
     Mapped,
@@ -14,8 +15,12 @@ from milepost.mapping.names import (
     to_saved_form,
     untie,
 )
+from milepost.mapping.rules import SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
 __all__ = [
+    "FAMILIES",
+    "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION",
     "Architecture",
     "Config",
     "Mapped",

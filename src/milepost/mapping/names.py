@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-
 from milepost.edits import narrow, rename, select
 from milepost.errors import IncompleteError, MismatchError
 from milepost.index import OPTIMIZER_PREFIX, TensorEntry, TensorIndex, moment_name
 from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.equality import require_equal
 from milepost.mapping.heads import infer_head
-from milepost.transfer import windows
+from milepost.mapping.nested import TEXT, layers_of, says_tied, tower_of, towers
+from milepost.mapping.rules import TOKEN_CLASSIFICATION
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_WINDOW_BYTES = 4 << 20
+_ONE_TENSOR = "config.json says that they are one tensor (tie_word_embeddings)"
+_UNTIED = "\nIf the model was trained untied, set tie_word_embeddings to false in config.json."
 _NAMED = 10
 _DIGITS = re.compile(r"(\d+)")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -35,12 +36,14 @@ class Mapped:
     index:         its weights (and moments, where it has any)
     config:        config.json made true to it
     architecture:  what it was checked against; None: the family is unknown and the check was weak
+    tied:          name that stands for another tensor -> that tensor's name
     notes:         what was done that a user should hear of, one line each
     """
 
     index: TensorIndex
     config: Mapping[str, Any]
     architecture: Architecture | None
+    tied: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -49,6 +52,7 @@ def to_huggingface(
     config: Config,
     *,
     is_value_model: bool = False,
+    value_head: str = TOKEN_CLASSIFICATION,
     allow_missing: Sequence[str] = (),
     complete: bool = True,
 ) -> Mapped:
@@ -57,6 +61,7 @@ def to_huggingface(
     index:           as a layout opened it
     config:          the parsed config.json beside it
     is_value_model:  insist on a value head, whatever class config.json names
+    value_head:      what a value model under its policy's config is: "token-classification", "sequence-classification"
     allow_missing:   patterns (fnmatch) of names that may be absent
     complete:        make the check; without it an incomplete checkpoint is mapped as far as it goes
 
@@ -64,7 +69,7 @@ def to_huggingface(
     """
     notes = []
     index = strip_wrappers(index)
-    true_config = infer_head(index, config, is_value_model)
+    true_config = infer_head(index, config, is_value_model, value_head)
     if true_config != config:
         notes.append(f"a value model: config.json now says {true_config['architectures'][0]}")
     architecture = expected(true_config)
@@ -72,12 +77,13 @@ def to_huggingface(
         index, ignored = drop_ignored(to_saved_form(index, architecture), architecture)
         if ignored:
             notes.append(f"left out, as the model does not need them: {ignored} tensors")
-    index = untie(index, ties(index, true_config, architecture))
+    tied = ties(index, true_config, architecture)
+    index = untie(index, tied)
     if architecture is None and complete:
         notes.append(check_layers(index, true_config))
     elif architecture is not None and complete:
         check(index, architecture, allow_missing)
-    return Mapped(index, true_config, architecture, tuple(notes))
+    return Mapped(index, true_config, architecture, tied, tuple(notes))
 
 
 def strip_wrappers(index: TensorIndex) -> TensorIndex:
@@ -142,19 +148,27 @@ def ties(index: TensorIndex, config: Config, architecture: Architecture | None) 
     """
     if architecture is not None:
         return architecture.tied
-    tied = config.get("tie_word_embeddings")
+    tied = says_tied(config)
     if tied is False:
         return {}
     aliases = {}
     for name, entry in index.weights().items():
         if entry.alias_of is not None:
             # models keep the embedding and derive the output layer, whichever of the two the files name first
-            is_output = entry.alias_of == "lm_head.weight"
+            is_output = _is_output(entry.alias_of)
             aliases[entry.alias_of if is_output else name] = name if is_output else entry.alias_of
-    embeddings = [name for name in index.weights() if name.endswith("embed_tokens.weight")]
-    if tied and "lm_head.weight" in index and len(embeddings) == 1:
-        aliases["lm_head.weight"] = embeddings[0]
+    outputs = [name for name in index.weights() if _is_output(name)]
+    if tied and len(outputs) == 1 and outputs[0] not in aliases:
+        # models of several parts may have other embeddings of tokens; the output layer's has its shape
+        shape = index[outputs[0]].shape
+        embeddings = [n for n, e in index.weights().items() if n.endswith("embed_tokens.weight") and e.shape == shape]
+        if len(embeddings) == 1:
+            aliases[outputs[0]] = embeddings[0]
     return aliases
+
+
+def _is_output(name: str) -> bool:
+    return name == "lm_head.weight" or name.endswith(".lm_head.weight")
 
 
 def untie(index: TensorIndex, tied: Mapping[str, str]) -> TensorIndex:
@@ -171,19 +185,10 @@ def untie(index: TensorIndex, tied: Mapping[str, str]) -> TensorIndex:
         if original in entries:
             kept = index.get(original)
             if entry.alias_of != original and (kept is None or kept.alias_of != name):
-                _require_equal(name, entry, original, entries[original])
+                require_equal(name, entry, original, entries[original], _ONE_TENSOR, _UNTIED)
         else:
             entries[original] = replace(entry, alias_of=None)
     return index.with_entries(entries)
-
-
-def _require_equal(name: str, entry: TensorEntry, other_name: str, other: TensorEntry) -> None:
-    same = entry.dtype == other.dtype and entry.shape == other.shape
-    if not (same and all(np.array_equal(entry.bits(box), other.bits(box)) for box in windows(entry, _WINDOW_BYTES))):
-        raise MismatchError(
-            f"{name} and {other_name} differ, but config.json says that they are one tensor (tie_word_embeddings).\n"
-            "If the model was trained untied, set tie_word_embeddings to false in config.json."
-        )
 
 
 def check(index: TensorIndex, architecture: Architecture, allow_missing: Sequence[str] = ()) -> None:
@@ -223,24 +228,29 @@ def check_layers(index: TensorIndex, config: Config) -> str:
 
     Returns the note that says how weak it was.
     """
-    count = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers")
-    numbers: dict[str, set[int]] = {}
-    for name in index.weights():
-        match = re.match(r"(.+?)\.(\d+)\.", name)
-        if match:
-            numbers.setdefault(match[1], set()).add(int(match[2]))
     kind = f"model type {config.get('model_type', '(none)')} with {(config.get('architectures') or ['no class'])[0]}"
-    if not count or not numbers:
+    checked = []
+    for key, part in ((None, {**(config.get(TEXT) or {}), **config}), *towers(config).items()):
+        count = layers_of(part)
+        numbers: dict[str, set[int]] = {}
+        for name in index.weights():
+            match = re.match(r"(.+?)\.(\d+)\.", name)
+            if match and tower_of(name, config) == key:
+                numbers.setdefault(match[1], set()).add(int(match[2]))
+        if not count or not numbers:
+            continue
+        lacking = {prefix: sorted(set(range(count)) - found) for prefix, found in numbers.items()}
+        prefix = min(lacking, key=lambda prefix: len(lacking[prefix]))
+        if lacking[prefix]:
+            raise IncompleteError(
+                f"config.json asks for {count} layers{f' in {key}' if key else ''}; missing: "
+                f"{_listed([f'{prefix}.{number}.*' for number in lacking[prefix]])}.\n"
+                "The checkpoint is incomplete or config.json is another model's."
+            )
+        checked.append(f"{count} layers" + (f" of {key.removesuffix('_config')}" if key else ""))
+    if not checked:
         return f"{kind} is unknown to milepost: whether all tensors are there was not checked"
-    lacking = {prefix: sorted(set(range(count)) - found) for prefix, found in numbers.items()}
-    prefix = min(lacking, key=lambda prefix: len(lacking[prefix]))
-    if lacking[prefix]:
-        raise IncompleteError(
-            f"config.json asks for {count} layers; missing: "
-            f"{_listed([f'{prefix}.{number}.*' for number in lacking[prefix]])}.\n"
-            "The checkpoint is incomplete or config.json is another model's."
-        )
-    return f"{kind} is unknown to milepost: only the presence of its {count} layers was checked"
+    return f"{kind} is unknown to milepost: only the presence of its {' and '.join(checked)} was checked"
 
 
 def _split(name: str) -> tuple[str, str | None]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from milepost.errors import WriteError
@@ -110,8 +111,11 @@ def build_base_model(
             directory.rename(old)
         new.rename(directory)
         _fsync(directory.parent)
-    except OSError as error:
-        raise WriteError(f"base model {directory} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise WriteError(
+            f"base model {directory} cannot be written: {why}; free some space or choose another place"
+        ) from error
     finally:
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(new, ignore_errors=True)

@@ -255,7 +255,7 @@ def _prompt(place: str, prompt_key: str, value: object) -> Prompt:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and bool(message.get("content"))
 
 
 def _digest(examples: Sequence[Example]) -> str:

@@ -25,7 +25,7 @@ VERDICT_FILE = "MILEPOST_VERDICT_FILE"
 """Environment variable: where a worker leaves the exit status of an error that no restart can mend."""
 
 AGENT = "milepost.trainer.agent"
-WORKER = "milepost.trainer.worker"
+WORKER = "milepost.trainer.entry"
 _MONITOR_SECONDS = 0.2  # how often the agent looks at its workers: a dead one is seen within so long
 
 
@@ -133,6 +133,8 @@ def command(
         arguments.append("--standalone")
     elif options.rdzv_endpoint is None:
         raise CallError(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on every machine")
+    elif options.rdzv_id is None:
+        raise CallError(f"--nnodes {nnodes} needs --rdzv-id NAME, the same on every machine: it names the run")
     elif options.rdzv_backend is None:
         named["rdzv-backend"] = "c10d"
     arguments += [f"--{name}={value}" for name, value in named.items() if value is not None]

@@ -131,6 +131,12 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> PreTr
             f"{directory}: no tokenizer that transformers can read ({_first_line(error)}); "
             "set actor_rollout_ref.model.tokenizer_path"
         ) from error
+    # Without tokenizer files transformers makes an empty one of the class that belongs to the model.
+    if not tokenizer("1")["input_ids"]:
+        raise CallError(
+            f"{directory}: its tokenizer knows no text; copy the model's tokenizer files here, or set "
+            "actor_rollout_ref.model.tokenizer_path"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     found: PreTrainedTokenizerBase = tokenizer

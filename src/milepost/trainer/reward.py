@@ -78,7 +78,7 @@ def score_responses(
         where = f"reward function, prompt {number} ({prompt[-40:]!r})"
         try:
             score = reward(prompt, response, truth, **(extras[i] if extras is not None else {}))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{where}: raised {type(error).__name__}: {error}") from error
         scores.append(_finite(score, where))
     return scores

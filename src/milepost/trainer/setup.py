@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from milepost.checkpoint.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.engines.fsdp import MESH_DIM, OptimizerSettings, Sharding
 from milepost.errors import CallError
+from milepost.layouts.huggingface import CONFIG, HuggingFaceLayout
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.data import PromptDataset
 from milepost.trainer.experience import Collector, ForwardSizes, Judge, Models
@@ -237,11 +239,21 @@ def _optimizer(config: OptimConfig, grad_clip: float, total_steps: int) -> Optim
     return OptimizerSettings(config.lr, (beta1, beta2), config.weight_decay, factor, grad_clip)
 
 
+def model_fingerprint(directory: Path) -> str:
+    """xxh3_128 over a model's config and, for each file of weights, its name, size and first megabyte: another place of
+    the same model is no other model, and reading gigabytes at every start is too much."""
+    digest = xxhash.xxh3_128((directory / CONFIG).read_bytes())
+    for path in HuggingFaceLayout().open(directory).files:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
+    return digest.hexdigest()
+
+
 def fingerprint(config: TrainConfig, policy: ModelSource, datasets: Datasets) -> dict[str, str]:
     """What a resume compares with the run that saved: settings that change what training does, and the data."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     return {
-        "model": str(policy.directory),
+        "model": model_fingerprint(policy.directory),
         "data": str(datasets.train.fingerprint),
         "data.train_batch_size": str(config.data.train_batch_size),
         "actor_rollout_ref.actor.optim.lr": str(actor.optim.lr),

@@ -36,7 +36,7 @@ def addition_score(prompt: str, response: str, ground_truth: str | None, **extra
         addition_score("17+5=", "2x", "22") == 0.0
     """
     if ground_truth is None:
-        raise ValueError("an addition needs its ground truth")
+        raise ValueError("an addition needs its ground truth; for another task set reward.path")
     answer = response.strip()
     if answer == ground_truth:
         return 1.0

@@ -1,4 +1,4 @@
-"""What every rank of a run executes: `python -m milepost.trainer.worker [--config FILE] [key=value ...]`.
+"""What every rank of a run executes: `python -m milepost.trainer.entry [--config FILE] [key=value ...]`.
 
 Started by torchrun (`milepost train`), whose environment says which rank this is; alone it is a world of one.
 """
@@ -6,6 +6,7 @@ Started by torchrun (`milepost train`), whose environment says which rank this i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,8 +14,9 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch
@@ -25,6 +27,7 @@ import milepost
 from milepost.checkpoint.comm import TorchCommunicator, on_rank_0
 from milepost.checkpoint.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.files import make_directory
+from milepost.checkpoint.lock import exclusive
 from milepost.engines import rng
 from milepost.errors import CallError, MilepostError
 from milepost.trainer.config import config_yaml, load_config
@@ -36,6 +39,7 @@ from milepost.trainer.schema import TrainConfig
 from milepost.trainer.setup import build_trainer, run_directory
 
 CONFIG_COPY = "config.yaml"
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker")
 """In the words of gloo and NCCL."""
@@ -45,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and return the exit status. See `verdict` for how an error leaves the process."""
     if "RANK" in os.environ:
         die_with_parent()
+    for number in _STOPS:
+        signal.signal(number, _stop)
     verdict_file = os.environ.get(VERDICT_FILE)
     if verdict_file and Path(verdict_file).exists():
         return 0  # a restart, though another rank has already found that none can help
-    parser = argparse.ArgumentParser(prog="python -m milepost.trainer.worker")
+    parser = argparse.ArgumentParser(prog="python -m milepost.trainer.entry")
     parser.add_argument("--config", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
@@ -63,11 +69,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MilepostError as error:
         return verdict(error, verdict_file)
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except Terminated:
+        return 128 + signal.SIGTERM
     except Exception as error:  # noqa: BLE001  the one handler at the top
         return crash(error, root)
+    finally:
+        for number in _STOPS:
+            signal.signal(number, signal.SIG_DFL)  # there is nothing left to unwind
     dist.destroy_process_group()
     return 0
+
+
+class Terminated(BaseException):
+    """SIGTERM came: unwinds as Ctrl-C does, so that the diary says that somebody stopped the run."""
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    # torchrun's agent passes on a signal that the terminal has sent already: the second must not break the clearing up.
+    for again in _STOPS:
+        signal.signal(again, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def verdict(error: MilepostError, verdict_file: str | None) -> int:
@@ -115,9 +137,16 @@ def train(config: TrainConfig, device: torch.device) -> None:
     """Run the config as one rank of the process group, from the newest step on or afresh."""
     ranks = Ranks(device, TorchCommunicator())
     root = run_directory(config)
-    on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
+    with contextlib.ExitStack() as held:
+        run_id, attempt = on_rank_0(ranks.comm, lambda: _enter(root, held))
+        on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
+        _train(config, ranks, run_id, attempt)
+        ranks.comm.close()
+
+
+def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None:
+    root = run_directory(config)
     events = EventLog(root / EVENTS) if ranks.rank == 0 else None
-    run_id, attempt = on_rank_0(ranks.comm, lambda: _identify(root))
     if events is not None:
         events.write(
             "start",
@@ -138,8 +167,18 @@ def train(config: TrainConfig, device: torch.device) -> None:
         next_step = trainer.manager.report.next_step
         if ranks.rank == 0:
             print("\n".join(trainer.manager.report.lines()), flush=True)
+            if next_step > trainer.total_steps:
+                print(
+                    f"nothing to train: step {trainer.total_steps} was the last; for more raise "
+                    "trainer.total_training_steps or trainer.total_epochs",
+                    flush=True,
+                )
             loggers += make_loggers(config, root, next_step, trainer.total_steps)
         trainer.run(next_step, events, loggers)
+    except (KeyboardInterrupt, Terminated):
+        if events is not None:
+            events.write("stop", reason="signal")
+        raise
     except MilepostError as error:
         if events is not None:
             events.write("stop", reason="error", error=str(error))
@@ -150,7 +189,6 @@ def train(config: TrainConfig, device: torch.device) -> None:
     if events is not None:
         events.write("stop", step=max(next_step - 1, trainer.total_steps), reason="done")
     trainer.manager.close()
-    ranks.comm.close()
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -188,12 +226,20 @@ def make_loggers(config: TrainConfig, root: Path, next_step: int, total_steps: i
     """What `trainer.logger` asks for; on rank 0."""
     loggers: list[Logger] = []
     if "console" in config.trainer.logger:
-        steps = {e["step"]: e["reward"] for e in read_events(root / EVENTS) if e["event"] == "step"}
-        rewards = [steps[step] for step in sorted(steps) if step < next_step]
-        loggers.append(ConsoleLogger(total_steps, next_step, rewards))
+        loggers.append(ConsoleLogger(total_steps, next_step, earlier_rewards(read_events(root / EVENTS), next_step)))
     if "tensorboard" in config.trainer.logger:
         loggers.append(TensorBoardLogger(root / TENSORBOARD_DIR, next_step))
     return loggers
+
+
+def earlier_rewards(events: Sequence[Mapping[str, Any]], next_step: int) -> list[float]:
+    """The mean rewards of the steps before `next_step` as the diary has them, in order; odd lines are left out."""
+    rewards: dict[int, float] = {}
+    for event in events:
+        step, reward = event.get("step"), event.get("reward")
+        if event["event"] == "step" and isinstance(step, int) and isinstance(reward, int | float):
+            rewards[step] = float(reward)
+    return [rewards[step] for step in sorted(rewards) if step < next_step]
 
 
 def die_with_parent() -> None:
@@ -214,10 +260,19 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def _enter(root: Path, held: contextlib.ExitStack) -> tuple[str, int]:
+    """Take the run's folder for this run alone until `held` closes; the run's id and number of earlier starts."""
+    make_directory(root)
+    run_id, attempt = _identify(root)
+    held.enter_context(exclusive(root, run_id))
+    return run_id, attempt
+
+
 def _try_to_write(root: Path, config: TrainConfig) -> None:
     """Put the whole config into the run's folder: for the record, and to find out early that it cannot be written."""
-    make_directory(root)
-    (root / CONFIG_COPY).write_text(config_yaml(config))
+    part = root / f".{CONFIG_COPY}.tmp"
+    part.write_text(config_yaml(config))
+    part.replace(root / CONFIG_COPY)
 
 
 def _identify(root: Path) -> tuple[str, int]:

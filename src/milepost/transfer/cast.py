@@ -21,7 +21,7 @@ CASTS: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float1
 KEPT_IN_FLOAT32: tuple[str, ...] = ("*e_score_correction_bias", "*expert_bias")
 """Tensors that architectures define in float32 whatever the model's dtype is: routing biases."""
 
-_BLOCK = 1 << 18  # elements; with its temporaries it stays in a core's cache
+_BLOCK = 1 << 16  # elements; with its temporaries it stays in a core's cache
 
 
 def cast_dtype(name: str, dtype: str, option: str) -> str:
@@ -74,7 +74,8 @@ def _float64_to_float32(bits: Bits) -> Bits:
 
 def _float32_to_bfloat16(bits: Bits, out: Bits) -> None:
     # Round to nearest even on the integer: add 0x7FFF, and one more where the last kept bit is odd.
-    rounded = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
     rounded += bits
     rounded += np.uint32(0x7FFF)
     rounded >>= np.uint32(16)

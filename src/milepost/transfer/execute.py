@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from milepost.errors import DamagedError, NotFoundError
 from milepost.index import Bits, Box, bits_dtype, read_chunk
@@ -34,6 +35,13 @@ class Sink(Protocol):
 
     def write(self, name: str, box: Box, bits: Bits) -> None:
         """Take the bit patterns of `box`, shape `box.sizes`, in the wanted element type."""
+
+
+class Update(Protocol):
+    """What is added to a tensor on its way, in float32, before the cast to the wanted element type."""
+
+    def add_to(self, values: npt.NDArray[np.float32], box: Box, files: OpenFiles) -> None:
+        """Add the update of `box` to `values`, shape `box.sizes`, in place."""
 
 
 class OpenFiles:
@@ -82,8 +90,10 @@ def execute(
     *,
     workers: int = 2,
     progress: Progress | None = None,
+    updates: Mapping[str, Update] | None = None,
 ) -> None:
-    """Move every window into `sink`. The plan is drawn on only as fast as windows are moved.
+    """Move every window into `sink`. The plan is drawn on only as fast as windows are moved. `updates` are added on the
+    way to the tensors that they name.
 
     The first error stops the work and is raised once the windows in flight have ended.
     """
@@ -94,7 +104,7 @@ def execute(
                 if len(pending) >= 2 * workers:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     _collect(done, progress)
-                pending.add(pool.submit(_move, window, sink, files))
+                pending.add(pool.submit(_move, window, sink, files, (updates or {}).get(window.name)))
             _collect(wait(pending).done, progress)
         finally:
             for future in pending:
@@ -108,11 +118,11 @@ def _collect(done: Iterable[Future[int]], progress: Progress | None) -> None:
             progress(moved)
 
 
-def _move(window: Window, sink: Sink, files: OpenFiles) -> int:
+def _move(window: Window, sink: Sink, files: OpenFiles, update: Update | None) -> int:
     wanted = sink.dtype(window.name)
     place = sink.file_range(window.name, window.box)
     whole = len(window.pieces) == 1 and window.pieces[0].contiguous
-    if place is not None and whole and wanted == window.dtype:
+    if place is not None and whole and wanted == window.dtype and update is None:
         piece = window.pieces[0]
         copy_range(
             files.fd(piece.source.file),
@@ -123,7 +133,7 @@ def _move(window: Window, sink: Sink, files: OpenFiles) -> int:
             piece.source.file,
         )
         return window.nbytes
-    bits = cast_bits(read_window(window, files), window.dtype, wanted)
+    bits = read_as(window, wanted, update, files)
     if place is None:
         sink.write(window.name, window.box, bits)
     else:
@@ -141,6 +151,16 @@ def read_window(window: Window, files: OpenFiles) -> Bits:
         target = out[piece.box.within(window.box).slices()]
         target[...] = read_chunk(files.fd(piece.source.file), piece, window.dtype)
     return out
+
+
+def read_as(window: Window, wanted: str, update: Update | None, files: OpenFiles) -> Bits:
+    """The bit patterns of a window in the wanted element type, with what is added to it on the way."""
+    bits = read_window(window, files)
+    if update is None:
+        return cast_bits(bits, window.dtype, wanted)
+    values = cast_bits(bits, window.dtype, "float32").view(np.float32)
+    update.add_to(values, window.box, files)
+    return cast_bits(values.view(np.uint32), "float32", wanted)
 
 
 def copy_range(source_fd: int, source_offset: int, fd: int, offset: int, count: int, file: str) -> None:

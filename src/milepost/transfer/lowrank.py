@@ -1,0 +1,89 @@
+"""A low-rank update of a weight, computed on the way from its two small factors: W + scale * rows @ columns (LoRA,
+https://arxiv.org/abs/2106.09685, section 4.1).
+
+The product is computed in float32 in tiles of one fixed grid over the whole weight, whatever window asks for it, so the
+result does not depend on the memory limit or the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from milepost.index import Box, TensorEntry
+from milepost.transfer.cast import cast_bits
+from milepost.transfer.execute import OpenFiles, read_window
+from milepost.transfer.plan import Window
+
+_TILE_ROWS = 32
+_TILE_PRODUCTS = 1 << 17
+"""Multiplications of a tile. OpenBLAS, numpy's usual library, works on so few in the calling thread; above 2**18 it
+wakes threads for each product, which on a busy machine took 200 times as long."""
+_FACTOR_ELEMENTS = 1 << 20  # of each factor, and of the product, in memory at a time, unless one tile needs more
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to a weight of shape [n, m].
+
+    rows:     [n, r], in the files' element type
+    columns:  [r, m]
+    scale:    factor of their product
+    """
+
+    rows: TensorEntry
+    columns: TensorEntry
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight that it fits."""
+        return self.rows.shape[0], self.columns.shape[1]
+
+    def add_to(self, values: Floats, box: Box, files: OpenFiles) -> None:
+        """Add the update of `box` to `values`, shape `box.sizes`, in place."""
+        rank = self.columns.shape[0]
+        (top, left), (height, width) = box.offsets, box.sizes
+        tile_columns = max(8, _TILE_PRODUCTS // (_TILE_ROWS * rank))
+        tall = max(1, _FACTOR_ELEMENTS // (rank * _TILE_ROWS)) * _TILE_ROWS
+        wide = max(1, _FACTOR_ELEMENTS // (max(rank, _TILE_ROWS) * tile_columns)) * tile_columns
+        for x, right in _grid(left, left + width, self.shape[1], wide):
+            columns = _read(self.columns, Box((0, x), (rank, right - x)), files)
+            touched = list(_grid(max(left, x), min(left + width, right), right, tile_columns))
+            tiles = [np.ascontiguousarray(columns[:, a - x : b - x]) for a, b in touched]
+            first, last = touched[0][0], touched[-1][1]
+            for y, bottom in _grid(top, top + height, self.shape[0], tall):
+                rows = _read(self.rows, Box((y, 0), (bottom - y, rank)), files)
+                for a, b in _grid(max(top, y), min(top + height, bottom), bottom, _TILE_ROWS):
+                    strip = Box((a, first), (b - a, last - first))
+                    product = _product(rows[a - y : b - y], tiles)
+                    product *= np.float32(self.scale)
+                    shared = strip.intersect(box)
+                    if shared is not None:
+                        values[shared.within(box).slices()] += product[shared.within(strip).slices()]
+
+
+def _product(rows: Floats, tiles: list[Floats]) -> Floats:
+    """rows @ columns, tile by tile."""
+    out = np.empty((len(rows), sum(tile.shape[1] for tile in tiles)), np.float32)
+    done = 0
+    for tile in tiles:
+        out[:, done : done + tile.shape[1]] = rows @ tile
+        done += tile.shape[1]
+    return out
+
+
+def _grid(start: int, end: int, size: int, step: int) -> Iterator[tuple[int, int]]:
+    """The intervals of a grid of `step` over `size` that `start:end` touches."""
+    for low in range(start - start % step, end, step):
+        yield low, min(low + step, size)
+
+
+def _read(entry: TensorEntry, box: Box, files: OpenFiles) -> Floats:
+    window = Window("", entry.dtype, box, tuple(entry.pieces(box)))
+    return cast_bits(read_window(window, files), entry.dtype, "float32").view(np.float32)
