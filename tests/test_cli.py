@@ -191,12 +191,12 @@ def test_a_stopped_merge_leaves_no_debris(zoo: Path, tmp_path: Path, number: sig
 def test_internal_errors_are_one_line_and_debug_shows_where(
     zoo: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from milepost.cli import reading
+    from milepost.cli import inspecting
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the fault of a test")
 
-    monkeypatch.setattr(reading, "locate", broken)
+    monkeypatch.setattr(inspecting, "locate", broken)
     status, _, stderr = call(capfd, "inspect", zoo / "tied" / "actor")
     assert status == 3 and stderr.count("\n") == 1 and "ZeroDivisionError" in stderr
     monkeypatch.setenv("MILEPOST_DEBUG", "1")

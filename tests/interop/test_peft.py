@@ -13,6 +13,7 @@ from tiny import tiny_qwen2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import milepost
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.engines.fsdp import FsdpEngine, OptimizerSettings, Sharding, shard
 
@@ -32,6 +33,26 @@ def test_a_lora_run_goes_on_with_its_adapter(tmp_path: Path) -> None:
         assert all(torch.equal(resumed[name], value) for name, value in saved.items())
 
 
+def test_its_adapter_and_its_merge_need_nothing_but_the_step(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_qwen2(tmp_path / "base")
+    saved = run_ranks(_train_and_save, 2, base, tmp_path / "run")[0]
+    milepost.merge(tmp_path / "run", tmp_path / "kept")
+    adapted: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "kept"), tmp_path / "kept" / "lora_adapter"
+    )
+    assert (adapted.peft_config["default"].r, adapted.peft_config["default"].lora_alpha) == (4, 8)
+    loaded = {name: value for name, value in adapted.state_dict().items() if "lora_" in name}
+    assert len(loaded) == 8 and all(torch.equal(value, saved[name]) for name, value in loaded.items())
+    milepost.merge(tmp_path / "run", tmp_path / "merged", model=milepost.ModelOptions(lora="merge"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits)
+
+
 def _engine(base: Path, mesh: DeviceMesh, seed: int) -> FsdpEngine:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -40,7 +61,8 @@ def _engine(base: Path, mesh: DeviceMesh, seed: int) -> FsdpEngine:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     shard(model, mesh, Sharding())
-    return FsdpEngine(model, mesh, optimizer=OptimizerSettings(1e-2, (0.9, 0.999), 0.0, lambda _: 1.0, 1.0))
+    settings = OptimizerSettings(1e-2, (0.9, 0.999), 0.0, lambda _: 1.0, 1.0)
+    return FsdpEngine(model, mesh, optimizer=settings, companions=base)
 
 
 def _mesh() -> DeviceMesh:

@@ -17,7 +17,7 @@ import typer.core
 import typer.main
 
 from milepost import __version__
-from milepost.cli import reading, running
+from milepost.cli import comparing, inspecting, merging, running
 from milepost.errors import CallError, MilepostError
 from milepost.jobs.output import describe
 
@@ -43,7 +43,8 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 running.register(app)
-reading.register(app)
+for command in (merging.merge, comparing.test, inspecting.inspect, inspecting.verify):
+    app.command()(command)
 
 
 def main() -> NoReturn:

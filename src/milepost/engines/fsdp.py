@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from milepost.engines import rng
 from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, LiveTensor, RoleFiles
 from milepost.index import Box, Shape, moment_name
 from milepost.layouts.fsdp import CONFIG_FILE, config_text, rank_file
-from milepost.layouts.huggingface import CONFIG, SUBDIRECTORY, companion_files
+from milepost.layouts.huggingface import ADAPTER_CONFIG, CONFIG, SUBDIRECTORY, companion_files
 
 MESH_DIM = "fsdp"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -268,6 +269,12 @@ class FsdpEngine:
 
     def _save_companions(self, files: RoleFiles) -> None:
         own = {} if self._config_text is None else {CONFIG: self._config_text.encode()}
+        adapters = getattr(self.model, "peft_config", None) or {}
+        for settings in adapters.values():
+            # PEFT's own form: rank and alpha are nowhere else, and a merge needs them.
+            with tempfile.TemporaryDirectory() as directory:
+                settings.save_pretrained(directory)
+                own[ADAPTER_CONFIG] = (Path(directory) / ADAPTER_CONFIG).read_bytes()
         for path in [] if self._companions is None else companion_files(self._companions):
             if path.name not in own:
                 with path.open("rb") as source, files.create(f"{SUBDIRECTORY}/{path.name}") as file:
