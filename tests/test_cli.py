@@ -259,7 +259,7 @@ def test_a_role_can_be_named_from_inside(
     assert status == 0 and stdout.startswith("actor ") and ", step 7" in stdout
     assert call(capfd, "merge", ".", tmp_path / "out")[0] == 0
     monkeypatch.chdir(step)
-    assert ", step 7" in call(capfd, "inspect", ".")[1]
+    assert f"step {step}: foreign" in call(capfd, "inspect", ".")[1]
 
 
 def test_verify_says_that_a_file_is_a_file(role: Path, capfd: pytest.CaptureFixture[str]) -> None:
