@@ -18,6 +18,8 @@ from pathlib import Path
 from making import HALF_B, TINY, make
 from measuring import Contender, Sample, alternate, table, write_json
 
+import milepost
+
 COPY = "import os, shutil, sys\nshutil.copyfile(*sys.argv[1:])\nfd = os.open(sys.argv[2], os.O_RDONLY)\nos.fsync(fd)"
 
 
@@ -34,10 +36,12 @@ def main() -> None:
             role = Path(work) / "actor"
             nbytes = make(role, shape, world_size)
             print(f"{case}: {nbytes / 1e6:.0f} MB in float32", file=sys.stderr)
+            milepost.merge(role, Path(work) / "export")  # what `cp` copies: the export in float32
             results[case] = alternate(_contenders(Path(work), role), options.rounds)
             print(f"\n{case}")
             print("\n".join(table(results[case], "milepost, bf16")), flush=True)
             shutil.rmtree(role)
+            shutil.rmtree(Path(work) / "export")
     if options.json:
         write_json(options.json, **results)
 
@@ -48,25 +52,18 @@ def _contenders(work: Path, role: Path) -> list[Contender]:
     def clear() -> None:
         shutil.rmtree(out, ignore_errors=True)
 
-    def clear_and_export() -> None:
-        """What `cp` copies: the export that milepost makes of the same checkpoint, in float32."""
+    def make_room() -> None:
         clear()
-        if not (work / "export").exists() or (work / "export" / "of").read_text() != str(role.stat().st_ino):
-            shutil.rmtree(work / "export", ignore_errors=True)
-            import milepost  # noqa: PLC0415
-
-            milepost.merge(role, work / "export")
-            (work / "export" / "of").write_text(str(role.stat().st_ino))
         out.mkdir()
 
-    milepost = [sys.executable, "-m", "milepost", "merge", "-q", str(role), str(out)]
+    merge = [sys.executable, "-m", "milepost", "merge", "-q", str(role), str(out)]
     contenders = [
-        Contender("milepost, bf16", [*milepost, "--dtype", "bf16"], clear),
-        Contender("milepost, keep", milepost, clear),
+        Contender("milepost, bf16", [*merge, "--dtype", "bf16"], clear),
+        Contender("milepost, keep", merge, clear),
         Contender(
             "cp + fsync, float32",
             [sys.executable, "-S", "-c", COPY, str(work / "export" / "model.safetensors"), str(out / "copy")],
-            clear_and_export,
+            make_room,
         ),
     ]
     if find_spec("verl"):
