@@ -1,10 +1,10 @@
 """On-disk layouts: what the files of a checkpoint say, drawn as a TensorIndex.
 
-torchfile, pickles, dtensor   torch.save archives as byte ranges, read without torch and without running anything
-fsdp                          one set of files a rank: verl's layout
+torchfile, pickles            torch.save archives as byte ranges, read without torch and without running anything
+dtensor, sharded_tensor       which box of a tensor a rank's part is
+fsdp                          one set of files a rank: verl's layout, FSDP1 and FSDP2
 dcp                           folders of torch.distributed.checkpoint: accelerate, HF Trainer, torchtitan, NeMo-RL
-huggingface                   safetensors directories
-locate                        from a run, step or role directory to the role directory that is meant
+huggingface, safetensors      safetensors directories: reading and writing
 """
 
 from __future__ import annotations
