@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from milepost.checkpoint.events import EventLog
 from milepost.errors import MilepostError
-from milepost.trainer.launch import VERDICT_FILE
+from milepost.trainer.launch import EVENTS_FILE, VERDICT_FILE
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str]) -> int:
                 sys.stderr.write(f"milepost: rank {rank} ended with {how} and no restarts are left; see above\n")
                 return MilepostError.exit_status
         except SignalException as signalled:
+            # Only the agent knows: its workers get the same signal when one of them has died.
+            if EVENTS_FILE in os.environ:
+                EventLog(Path(os.environ[EVENTS_FILE])).write("stop", reason="signal")
             return 128 + int(signalled.sigval)
         return int(verdict.read_text()) if verdict.exists() else 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 from uuid import uuid4
 
+from milepost.checkpoint.events import EVENTS
 from milepost.errors import CallError, NotFoundError, WriteError
 from milepost.jobs.output import describe
 from milepost.trainer.config import load_config
@@ -23,6 +24,9 @@ RUN_ID = "MILEPOST_RUN_ID"
 
 VERDICT_FILE = "MILEPOST_VERDICT_FILE"
 """Environment variable: where a worker leaves the exit status of an error that no restart can mend."""
+
+EVENTS_FILE = "MILEPOST_EVENTS_FILE"
+"""Environment variable, on one machine: the run's diary, in which the agent notes that somebody stopped the run."""
 
 AGENT = "milepost.trainer.agent"
 WORKER = "milepost.trainer.entry"
@@ -60,7 +64,7 @@ def launch(config_file: Path | None, overrides: Sequence[str], options: LaunchOp
     config = load_config(config_file, overrides)
     check(config)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        make_folder(Path(config.trainer.default_local_dir))
+        make_folder(Path(config.trainer.default_local_dir).expanduser())
         become(command(config, config_file, overrides, options), environment(os.environ, config, options))
     from milepost.trainer import worker  # noqa: PLC0415  it imports torch
 
@@ -143,12 +147,15 @@ def command(
 
 def environment(base: Mapping[str, str], config: TrainConfig, options: LaunchOptions) -> dict[str, str]:
     """The agent's environment, which its workers inherit."""
+    run = Path(config.trainer.default_local_dir).expanduser().absolute()
     threads = max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node)
     return {
         "OMP_NUM_THREADS": str(threads),  # else torchrun takes 1, and warns
         # Threads that wait by spinning take the cores from those that work: measured 20 times slower on busy cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         RUN_ID: options.rdzv_id or uuid4().hex,
+        # Of several machines one may be stopped while the others train on: that is no end of the run.
+        **({EVENTS_FILE: str(run / EVENTS)} if (options.nnodes or str(config.trainer.nnodes)) == "1" else {}),
         **base,
         # With torch 2.13's shared store a job that shrank and grows again deadlocks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

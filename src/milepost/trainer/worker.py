@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Terminated(BaseException):
-    """SIGTERM came: unwinds as Ctrl-C does, so that the diary says that somebody stopped the run."""
+    """SIGTERM came: unwinds as Ctrl-C does, so that nothing half-written is left."""
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
@@ -176,7 +176,8 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None
             loggers += make_loggers(config, root, next_step, trainer.total_steps)
         trainer.run(next_step, events, loggers)
     except (KeyboardInterrupt, Terminated):
-        if events is not None:
+        # Under an agent this may be the death of another rank; the agent knows, and writes it.
+        if events is not None and VERDICT_FILE not in os.environ:
             events.write("stop", reason="signal")
         raise
     except MilepostError as error:
