@@ -184,3 +184,13 @@ def test_what_a_panel_shows_is_also_said_in_words() -> None:
         "0.1 at step 1, 0.8 at step 8; lowest 0.1 at step 1, highest 0.8 at step 8. "
         "values of steps lost and done again are dashed."
     )
+
+
+def test_very_many_kills_are_short_ticks_that_leave_the_curve_in_sight() -> None:
+    events = [start(0), step(1, 1)]
+    for number in range(2, 42):
+        events += [start(10 * number), resume(10 * number + 1, number - 1), step(10 * number + 2, number)]
+    kills = (of_class(drawn(events, REWARD), "kill", "at")[0].get("d") or "").split("M")[1:]
+    # 40 kills after steps 1 to 40; y 164 is the axis, and 10 the top
+    assert len(kills) == 2 * 40
+    assert kills[0] == "50 164V156"

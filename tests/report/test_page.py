@@ -43,7 +43,7 @@ def test_the_page_of_a_killed_run(tmp_path: Path) -> None:
     is_offline(page)
     assert page.text("h1") == "run"
     assert page.text("h2").split() == ["Timeline", "Curves", "Starts", "and", "resumes", "Steps", "on", "disk"]
-    assert page.text("h3") == "Reward, mean Validation: val/exact_match Time of a step, s Time of a save, s"
+    assert page.text("h3") == "Reward, mean Validation: val/exact_match Time of a step Time of a save"
     assert len(page.drawings()) == 5
     assert "Begun 2027-01-15 08:00:00 UTC · done 2027-01-15 08:03:00 UTC · run r1" in page.text()
     for words in ("Red dashes", "Green:", "Dashed values", "Hatched"):

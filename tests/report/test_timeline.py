@@ -113,3 +113,31 @@ def test_five_thousand_saves_are_thinned_to_what_can_be_seen() -> None:
 
 def test_no_sessions_no_drawing() -> None:
     assert timeline(history_of([])) == ""
+
+
+def test_a_label_stands_beside_its_line_and_inside_the_drawing() -> None:
+    svg = drawn(killed_run())
+    (kill,), (first, second) = of_class(svg, "kill"), of_class(svg, "resume")
+    places = [(label.get("x"), label.get("text-anchor")) for mark in (kill, first) for label in of_class(mark, "said")]
+    # 5 left of 433.71 and 5 right of 512.69
+    assert places == [("428.71", "end"), ("517.69", "start")]
+    # 29 letters of 11 * 0.56 * 1.2 and a margin of 5 are 219.37 wide: at 813.14 they would pass the edge at 1000
+    (label,) = of_class(second, "said")
+    assert (label.get("x"), label.get("text-anchor")) == ("780.63", "start")
+
+
+def test_labels_are_drawn_after_the_lines_that_pass_their_row() -> None:
+    svg = drawn(killed_run())
+    groups = [element.get("class") for element in svg.iter() if element.get("class") in ("kill", "resume")]
+    assert groups == ["kill", "resume", "resume"]
+
+
+def test_very_many_kills_leave_the_rest_in_sight() -> None:
+    events = [start(0), step(1, 1)]
+    for number in range(2, 42):
+        events += [start(10 * number), resume(10 * number + 1, number - 1), step(10 * number + 9, number)]
+    kills = of_class(drawn(events), "kill")
+    assert len(kills) == 40
+    assert of_class(drawn(events), "said") == []
+    assert {(line.get("y1"), line.get("y2")) for kill in kills for line in of_class(kill, "mark")} == {("32", "44")}
+    assert all(kill.findtext(f"{SVG}title") for kill in kills)

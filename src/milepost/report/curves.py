@@ -21,6 +21,7 @@ _MOST_POINTS = 240  # more are drawn as means of equal stretches of steps, with 
 _MOST_DOTS = 60  # a line of more points has no dots
 _MOST_LOST = 300
 _MOST_OTHERS = 30
+_MOST_LINES = 30  # more kills or resumes are short ticks, so that the curve behind them can be seen
 _LARGEST, _SMALLEST = 1e300, 1e-290
 _WIDE_RANGE = 50.0  # highest over median, from which on a logarithmic axis shows more
 
@@ -63,7 +64,7 @@ _KNOWN: tuple[tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
         "nats",
         (("in the reward", ("actor/reward_kl_penalty",)), ("in the loss", ("actor/kl_loss",))),
     ),
-    ("KL to the policy before the step", "nats", (("", ("actor/ppo_kl",)),)),
+    ("KL to the old policy", "nats", (("", ("actor/ppo_kl",)),)),
     ("Entropy", "nats", (("", ("actor/entropy", "actor/entropy_loss")),)),
     ("Policy loss", "", (("", ("actor/pg_loss",)),)),
     ("Value loss", "", (("", ("critic/vf_loss",)),)),
@@ -142,7 +143,7 @@ def _last_of_each_step(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(sorted(dict(points).items()))
 
 
-def draw_panel(name: str, panel: Panel, marks: Marks, width: float = 400, height: float = 190) -> Markup:
+def draw_panel(name: str, panel: Panel, marks: Marks, width: float = 340, height: float = 176) -> Markup:
     """A panel as SVG. `name` is unique in the page; `width` and `height` are in user units, text is 11 of them."""
     values = [value for curve in panel.curves for run in (curve.kept, *curve.lost) for _, value in run]
     finite = [value for value in values if not math.isnan(value)]
@@ -151,7 +152,7 @@ def draw_panel(name: str, panel: Panel, marks: Marks, width: float = 400, height
     pad = 0.5 if marks.first == marks.last else 0.0
     x = Scale(marks.first - pad, marks.last + pad, left, right)
     body: list[Markup] = []
-    for value, label in y.ticks(4 if height < 220 else 6):
+    for value, label in y.ticks(round((bottom - top) / 26)):
         at = y(value)
         body.append(markup("line", x1=left, x2=right, y1=at, y2=at, class_="grid"))
         body.append(markup("text", label, x=left - 6, y=at + 4, class_="tick", text_anchor="end"))
@@ -183,7 +184,7 @@ def _step_ticks(x: Scale, bottom: float) -> list[Markup]:
     if x.high - x.low == 1.0 and x.low != int(x.low):
         labelled = [(x.low + 0.5, f"{x.low + 0.5:,.0f}")]
     else:
-        labelled = [(value, label) for value, label in x.ticks(6) if value == int(value)]
+        labelled = [(value, label) for value, label in x.ticks(round((x.end - x.start) / 45)) if value == int(value)]
     free = -math.inf
     for value, label in labelled:
         at = x(value)
@@ -202,9 +203,9 @@ def _event_marks(marks: Marks, x: Scale, top: float, bottom: float) -> Markup:
     paths = []
     for kind, steps in (("kill", marks.kills), ("resume", marks.resumes)):
         at = sorted({round(x(step)) for step in steps})
-        down = coordinate(bottom)
-        triangle = "" if kind == "kill" else "l-4 7h8z"
-        lines = "".join(f"M{place} {down}V{coordinate(top)}M{place} {down}{triangle}" for place in at)
+        down, up = coordinate(bottom), coordinate(top if len(at) <= _MOST_LINES else bottom - 8)
+        triangle = "" if kind == "kill" or len(at) > _MOST_LINES else "l-4 7h8z"
+        lines = "".join(f"M{place} {down}V{up}M{place} {down}{triangle}" for place in at)
         words = ", ".join(str(step) for step in sorted(set(steps))[:20]) + (", ..." if len(set(steps)) > 20 else "")
         said = f"killed after step {words}" if kind == "kill" else f"resumed from step {words}"
         if at:

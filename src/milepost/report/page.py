@@ -135,9 +135,9 @@ def _grid(prefix: str, drawn: Sequence[Panel], marks: Marks) -> Markup:
 
 
 def _figure(
-    name: str, panel: Panel, marks: Marks, class_: str | None = None, width: float = 400, height: float = 190
+    name: str, panel: Panel, marks: Marks, class_: str | None = None, width: float = 340, height: float = 176
 ) -> Markup:
-    title = f"{panel.title}, {panel.unit}" if panel.unit else panel.title
+    unit = markup("i", f" {panel.unit}") if panel.unit else None
     if len(panel.curves) > 1:
         latest = [
             joined([markup("i", class_=f"key c{index}"), f"{curve.label} {_last(panel, index)}"])
@@ -145,13 +145,15 @@ def _figure(
         ]
     else:
         latest = [joined([_last(panel, 0)])]
-    header = markup("header", markup("h3", title), markup("span", *latest))
-    return markup("figure", header, draw_panel(name, panel, marks, width, height), class_=class_)
+    header = markup("header", markup("h3", panel.title, unit), markup("span", *latest))
+    drawing = draw_panel(name, panel, marks, width, height)
+    # A wide drawing is scrolled on a narrow screen, where its letters would be too small to read.
+    return markup("figure", header, markup("div", drawing, class_="scroll") if class_ else drawing, class_=class_)
 
 
 def _last(panel: Panel, index: int) -> str:
     finite = [value for _, value in panel.curves[index].kept if math.isfinite(value)]
-    return f"{finite[-1]:.4g}" if finite else "not a number"
+    return f"{finite[-1]:.3g}" if finite else "not a number"
 
 
 def _table_sections(history: RunHistory, on_disk: StepsOnDisk) -> list[Markup]:

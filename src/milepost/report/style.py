@@ -35,8 +35,10 @@ p {{ margin: 4px 0; }}
 .facts span {{ display: block; color: var(--soft); font-size: 12px; }}
 figure {{ background: var(--card); border: 1px solid var(--rule); border-radius: 8px; margin: 0; padding: 14px 16px;
   break-inside: avoid; }}
-figure header {{ display: flex; justify-content: space-between; align-items: baseline; gap: 12px; margin-bottom: 4px; }}
-figure header span {{ color: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }}
+figure header {{ display: flex; justify-content: space-between; align-items: baseline; gap: 0 12px;
+  flex-wrap: wrap; margin-bottom: 4px; }}
+figure header span {{ color: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; white-space: nowrap; }}
+h3 i {{ color: var(--soft); font-weight: 400; font-style: normal; }}
 .grid-of-curves {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); gap: 14px; }}
 .first-curve {{ margin-bottom: 14px; }}
 .scroll {{ overflow-x: auto; }}
@@ -45,6 +47,7 @@ svg {{ display: block; width: 100%; height: auto; overflow: visible; }}
 svg text {{ font-size: 11px; fill: var(--soft); }}
 svg .note {{ font-size: 9.5px; }}
 svg .bar {{ fill: var(--ink); font-weight: 550; }}
+svg .said {{ font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px; }}
 svg .lane {{ fill: var(--soft); }}
 .grid {{ stroke: var(--grid); }}
 .axis {{ stroke: var(--soft); fill: none; opacity: .6; }}
@@ -59,10 +62,11 @@ svg .lane {{ fill: var(--soft); }}
 .kill .mark, .resume .mark {{ stroke-width: 1.2; }}
 .kill .mark {{ stroke: var(--kill); stroke-dasharray: 4 3; }}
 .kill .symbol {{ stroke: var(--kill); stroke-width: 2.4; fill: none; stroke-linecap: round; }}
-svg .kill .said {{ fill: var(--kill); font-weight: 600; }}
+svg .kill.crowded .mark {{ stroke-dasharray: none; }}
+svg .kill .said {{ fill: var(--kill); }}
 .resume .mark {{ stroke: var(--resume); }}
 .resume .symbol {{ fill: var(--resume); }}
-svg .resume .said {{ fill: var(--resume); font-weight: 600; }}
+svg .resume .said {{ fill: var(--resume); }}
 .kill.at {{ stroke: var(--kill); stroke-dasharray: 4 3; fill: none; opacity: .75; }}
 .resume.at {{ stroke: var(--resume); fill: var(--resume); opacity: .75; }}
 .curve {{ --tone: var(--main); }}
@@ -70,7 +74,7 @@ svg .resume .said {{ fill: var(--resume); font-weight: 600; }}
 .line {{ stroke: var(--tone); stroke-width: 1.8; fill: none; stroke-linejoin: round; stroke-linecap: round; }}
 .dot {{ fill: var(--tone); }}
 .band {{ fill: var(--tone); opacity: .2; }}
-.lost-line {{ stroke: var(--tone); stroke-width: 1.4; stroke-dasharray: 3 3; fill: none; opacity: .55; }}
+.lost-line {{ stroke: var(--tone); stroke-width: 1.6; stroke-dasharray: 3 3; fill: none; opacity: .7; }}
 .lost-dots {{ stroke: var(--tone); stroke-width: 2.4; stroke-linecap: round; fill: none; opacity: .35; }}
 .nan {{ stroke: var(--kill); stroke-width: 1.6; fill: none; }}
 .key {{ display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin: 0 5px 3px 10px;

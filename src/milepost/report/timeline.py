@@ -14,9 +14,12 @@ WIDTH = 1000.0
 LEFT, RIGHT = 84.0, 988.0
 _KILL_LABELS, _RESUME_LABELS = 12.0, 27.0
 _BARS_TOP, _BARS_BOTTOM = 38.0, 84.0
+_BARS_MIDDLE = (_BARS_TOP + _BARS_BOTTOM) / 2
 _SAVES_TOP, _SAVES_BOTTOM = 96.0, 110.0
 _VALIDATIONS = 138.0
 _AXIS = 158.0
+_BOLD = 1.2  # how much wider bold letters are
+_MOST_LINES = 30  # more kills or resumes are drawn on the bars alone, so that all else can be seen
 HEIGHT = 186.0
 
 
@@ -43,8 +46,9 @@ def timeline(history: RunHistory) -> Markup:
         *_bars(history, scale),
         *_save_ticks(history.saves, scale),
         *_validation_marks(history.validations, scale),
-        *_resumes(history.sessions, scale),
+        # A kill's line passes the row of the resumes' labels, which are to stand before it.
         *_kills(history.kills, scale),
+        *_resumes(history.sessions, scale),
     )
 
 
@@ -70,15 +74,17 @@ def _axis(scale: TimeScale) -> list[Markup]:
                 class_="axis",
             )
         )
+        # The leading unit alone fits a fold of any length; the hover text has the rest.
         words = duration(seconds)
-        shown = words if text_width(words, 10) <= end - start + 8 else ""
+        shown = " ".join(words.split(" ")[:2])
+        shown = shown if text_width(shown, 9.5) <= end - start - 4 else ""
         hover = markup("title", f"nothing ran for {words}")
-        parts.append(markup("text", hover, shown, x=middle, y=_VALIDATIONS - 2, class_="note", text_anchor="middle"))
+        parts.append(markup("text", hover, shown, x=middle, y=_BARS_MIDDLE + 4, class_="note", text_anchor="middle"))
     return parts
 
 
 def _lane_names(history: RunHistory) -> list[Markup]:
-    lanes = [("sessions", (_BARS_TOP + _BARS_BOTTOM) / 2 + 4)]
+    lanes = [("sessions", _BARS_MIDDLE + 4)]
     lanes += [("saves", _SAVES_BOTTOM - 3)] if history.saves else []
     lanes += [("validation", _VALIDATIONS + 4)] if history.validations else []
     return [markup("text", name, x=0, y=y, class_="lane") for name, y in lanes]
@@ -95,7 +101,7 @@ def _bars(history: RunHistory, scale: TimeScale) -> list[Markup]:
         width = max(2.0, scale(session.last) - x)
         # The height tells the world size, so that a shrunken cluster is seen before a label is read.
         height = 18.0 + (_BARS_BOTTOM - _BARS_TOP - 18.0) * (session.world_size or largest) / max(1, largest)
-        top = (_BARS_TOP + _BARS_BOTTOM - height) / 2
+        top = _BARS_MIDDLE - height / 2
         inside = [markup("title", _session_words(session))]
         inside.append(markup("rect", x=x, y=top, width=width, height=height, rx=3, class_="session"))
         if session.index in lost_from:
@@ -103,8 +109,7 @@ def _bars(history: RunHistory, scale: TimeScale) -> list[Markup]:
             inside.append(markup("rect", x=lost, y=top, width=x + width - lost, height=height, class_="lost"))
         label = next((words for words in _bar_labels(session) if text_width(words) <= width - 8), None)
         if label is not None:
-            middle = (_BARS_TOP + _BARS_BOTTOM) / 2 + 4
-            inside.append(markup("text", label, x=x + width / 2, y=middle, class_="bar", text_anchor="middle"))
+            inside.append(_label(label, x + width / 2, _BARS_MIDDLE + 4, "bar"))
         parts.append(markup("g", *inside))
     return parts
 
@@ -177,7 +182,7 @@ def _resumes(sessions: Iterable[Session], scale: TimeScale) -> list[Markup]:
         if session.world_size is not None and resume.saved_world_size not in (None, session.world_size):
             words += f" on {counted(session.world_size, 'rank')}"
         marks.append((scale(resume.time), words, f"{words}, {moment(resume.time)}"))
-    return _marks(marks, "resume", _RESUME_LABELS, "M{x} {y}l6 4l-6 4z")
+    return _marks(marks, "resume", _RESUME_LABELS, f"M{{x}} {_AXIS:g}l-4 7h8z", "start")
 
 
 def _kills(kills: Iterable[Kill], scale: TimeScale) -> list[Markup]:
@@ -186,30 +191,50 @@ def _kills(kills: Iterable[Kill], scale: TimeScale) -> list[Markup]:
         words = "killed" if kill.last_step is None else f"killed after step {kill.last_step}"
         lost = f", {counted(kill.lost_steps, 'step')} lost" if kill.lost_steps else ", nothing lost"
         marks.append((scale(kill.time), words + lost, f"{words}{lost}; last sign of life {moment(kill.time)}"))
-    return _marks(marks, "kill", _KILL_LABELS, "M{x} {y}m-4 0l8 8m0 -8l-8 8")
+    return _marks(marks, "kill", _KILL_LABELS, f"M{{x}} {_BARS_MIDDLE - 4:g}m-4 0l8 8m0 -8l-8 8", "end")
 
 
-def _marks(marks: Iterable[tuple[float, str, str]], kind: str, y: float, symbol: str) -> list[Markup]:
-    """Vertical lines at x, with a symbol on the bars, words on hover, and a label in its row where there is room."""
+def _marks(marks: Iterable[tuple[float, str, str]], kind: str, y: float, symbol: str, anchor: str) -> list[Markup]:
+    """Vertical lines at x, with a symbol and words on hover, and a label in the row at `y` where there is room.
+
+    With the anchor `end` the label ends at its line, with `start` it begins there: that of a kill and that of the
+    resume after it then lie on either side of the pause. At an edge it is pushed inside, over its own line.
+    """
+    marks = list(marks)
+    if len(marks) > _MOST_LINES:
+        return _crowded(marks, kind)
     parts: list[Markup] = []
     drawn, free = -1, -math.inf
     for x, label, words in marks:
         if round(x) == drawn:
             continue
         drawn = round(x)
-        shape = symbol.format(x=f"{x:.1f}", y=f"{(_BARS_TOP + _BARS_BOTTOM) / 2 - 4:g}")
         inside = [
             markup("title", words),
-            markup("line", x1=x, x2=x, y1=y + 4, y2=_AXIS, class_="mark"),
-            markup("path", d=shape, class_="symbol"),
+            markup("line", x1=x, x2=x, y1=y - 9, y2=_AXIS, class_="mark"),
+            markup("path", d=symbol.format(x=f"{x:.1f}"), class_="symbol"),
         ]
-        width = text_width(label)
-        middle = min(max(x, LEFT + width / 2), RIGHT - width / 2)
-        if middle - width / 2 >= free:
-            inside.append(_label(label, middle, y, "said"))
-            free = middle + width / 2 + 10
+        width = text_width(label) * _BOLD + 5
+        left = min(max(x - width if anchor == "end" else x + 5, 0.0), WIDTH - width)
+        if left >= free:
+            at = left + width - 5 if anchor == "end" else left
+            inside.append(markup("text", label, x=at, y=y, class_="said", text_anchor=anchor))
+            free = left + width + 8
         parts.append(markup("g", joined(inside), class_=kind))
     return parts
+
+
+def _crowded(marks: Iterable[tuple[float, str, str]], kind: str) -> list[Markup]:
+    places = {round(x): (x, words) for x, _, words in marks}
+    return [
+        markup(
+            "g",
+            markup("title", words),
+            markup("line", x1=x, x2=x, y1=_BARS_TOP - 6, y2=_BARS_TOP + 6, class_="mark"),
+            class_=f"{kind} crowded",
+        )
+        for x, words in places.values()
+    ]
 
 
 def _label(words: str, x: float, y: float, class_: str = "tick") -> Markup:
