@@ -13,6 +13,7 @@ from milepost.cli.options import (
     Backend,
     ConfigFrom,
     CpuInit,
+    Directory,
     Dtype,
     Json,
     LocalDir,
@@ -38,9 +39,7 @@ from milepost.wording import counted, file_size
 
 
 def test(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="A run, a step, or a role's directory.")
-    ] = None,
+    directory: Directory = None,
     reference: Annotated[Path | None, typer.Argument(metavar="HF_DIR", help="The model to compare with.")] = None,
     local_dir: LocalDir = None,
     test_hf_dir: Annotated[

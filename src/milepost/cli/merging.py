@@ -17,6 +17,7 @@ from milepost.cli.options import (
     Backend,
     ConfigFrom,
     CpuInit,
+    Directory,
     Dtype,
     Json,
     LocalDir,
@@ -46,9 +47,7 @@ from milepost.wording import duration, file_size
 
 
 def merge(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="A run, a step, or a role's directory.")
-    ] = None,
+    directory: Directory = None,
     output: Annotated[Path | None, typer.Argument(metavar="OUT", help="Where the model goes.")] = None,
     local_dir: LocalDir = None,
     target_dir: Annotated[

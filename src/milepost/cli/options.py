@@ -15,7 +15,9 @@ from milepost.checkpoint.steps import judge
 from milepost.console import note
 from milepost.errors import CallError
 
-Directory = Annotated[Path | None, typer.Argument(help="A run, a step, or a role's directory.", show_default=False)]
+Directory = Annotated[
+    Path | None, typer.Argument(metavar="DIR", help="A run, a step, or a role's directory.", show_default=False)
+]
 Backend = Annotated[str, typer.Option("--backend", help="Layout of the checkpoint: auto, fsdp, dcp, huggingface.")]
 LocalDir = Annotated[Path | None, typer.Option("--local_dir", help="The same as DIR.", show_default=False)]
 Role = Annotated[

@@ -24,6 +24,7 @@ from milepost.index import TensorIndex
 from milepost.layouts.join import join_ranks, state_dict
 from milepost.layouts.moments import read_moments
 from milepost.layouts.torchfile import TorchFile
+from milepost.wording import ranges
 
 CONFIG_FILE = "fsdp_config.json"
 KINDS = ("model", "optim", "extra_state")
@@ -117,23 +118,12 @@ def _present(directory: Path) -> tuple[int, list[str]]:
                 else "no weights were saved here"
             )
             raise IncompleteError(
-                f"{directory}: {kind} files of ranks {_ranges(missing)} of {world_size} are missing (likely {cause}); "
+                f"{directory}: {kind} files of ranks {ranges(missing)} of {world_size} are missing (likely {cause}); "
                 "bring them here and try again"
             )
         if not missing:
             kinds.append(kind)
     return world_size, kinds
-
-
-def _ranges(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 class _Objects(Mapping[str, Any]):
