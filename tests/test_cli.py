@@ -108,7 +108,7 @@ def test_e45_missing_ranks_are_listed_with_the_likely_cause(
     (role / "model_world_size_2_rank_0.pt").unlink()
     status, _, stderr = call(capfd, "merge", role, tmp_path / "out")
     assert status == 1
-    assert "model files of ranks 0 of 2 are missing" in stderr and "another node's local disk" in stderr
+    assert "model files of rank 0 of 2 are missing" in stderr and "another node's local disk" in stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -138,7 +138,7 @@ def test_a_step_that_verl_saved_is_foreign_and_whole(their_run: TheirRun, tmp_pa
     (step / "data.pt").touch()
     (step / "critic" / "optim_world_size_2_rank_1.pt").unlink()
     found = judge(step, BOTH)
-    assert found.state == "incomplete" and "critic: optim files of ranks 1 of 2 are missing" in found.why
+    assert found.state == "incomplete" and "critic: optim files of rank 1 of 2 are missing" in found.why
 
 
 @pytest.mark.parametrize("role", BOTH)

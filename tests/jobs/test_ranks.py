@@ -116,7 +116,7 @@ def test_what_stops_one_rank_stops_all_and_nothing_is_left(zoo: Path, tmp_path: 
     sources = [broken if rank == lame else role for rank in range(3)]
     results = ends([start(rank, 3, sources[rank], place / "out", *ARGUMENTS) for rank in range(3)])
     assert [status for status, *_ in results] == [1, 1, 1], results
-    assert all("model files of ranks 1 of 2 are missing" in stderr for _, _, stderr in results)
+    assert all("model files of rank 1 of 2 are missing" in stderr for _, _, stderr in results)
     others = [stderr for rank, (_, _, stderr) in enumerate(results) if rank != lame]
     assert all(f"milepost: rank {lame} of 3: " in stderr for stderr in others)
     assert list(place.iterdir()) == []

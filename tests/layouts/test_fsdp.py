@@ -239,7 +239,7 @@ def test_one_missing_file_of_any_kind_is_named(kind: str, copy: Any) -> None:
     directory = copy("w3")
     (directory / rank_file(kind, 3, 1)).unlink()
     assert missing_files(directory) == [rank_file(kind, 3, 1)]
-    with pytest.raises(IncompleteError, match=f"{kind} files of ranks 1 of 3 are missing"):
+    with pytest.raises(IncompleteError, match=f"{kind} files of rank 1 of 3 are missing"):
         _open(directory)
 
 

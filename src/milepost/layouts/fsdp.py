@@ -117,8 +117,9 @@ def _present(directory: Path) -> tuple[int, list[str]]:
                 if len(missing) < world_size
                 else "no weights were saved here"
             )
+            who = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)}"
             raise IncompleteError(
-                f"{directory}: {kind} files of ranks {ranges(missing)} of {world_size} are missing (likely {cause}); "
+                f"{directory}: {kind} files of {who} of {world_size} are missing (likely {cause}); "
                 "bring them here and try again"
             )
         if not missing:
