@@ -98,7 +98,7 @@ class TestDirectory:
     def test_an_old_one_stays_when_the_new_one_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build_base_model(tmp_path / "base", TASK, SMALL)
         before = (tmp_path / "base" / "model.safetensors").read_bytes()
-        monkeypatch.setattr("milepost.trainer.base_model._fsync", _failing_fsync)
+        monkeypatch.setattr("milepost.trainer.base_model.sync_tree", _failing_fsync)
         with pytest.raises(WriteError):
             build_base_model(tmp_path / "base", TASK, replace(SMALL, steps=1))
         assert (tmp_path / "base" / "model.safetensors").read_bytes() == before

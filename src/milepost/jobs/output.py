@@ -56,8 +56,8 @@ def describe(error: OSError) -> str:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush every file of a flat directory, and the directory, to disk."""
-    for path in directory.iterdir():
+    """Flush everything below a directory, and the directory, to disk."""
+    for path in directory.rglob("*"):
         sync(path)
     sync(directory)
 

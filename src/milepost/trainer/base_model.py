@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from milepost.errors import WriteError
+from milepost.jobs.output import sync, sync_tree
 from milepost.trainer.data import Example
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 from milepost.trainer.task import addition_datasets
@@ -105,12 +105,11 @@ def build_base_model(
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         (new / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-        for file in new.iterdir():
-            _fsync(file)
+        sync_tree(new)
         if directory.exists():
             directory.rename(old)
         new.rename(directory)
-        _fsync(directory.parent)
+        sync(directory.parent)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise WriteError(
@@ -145,14 +144,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _warm_started(
