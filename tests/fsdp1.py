@@ -17,6 +17,7 @@ import torch.distributed as dist
 from checkpoints import Layer, Model, whole_weights
 from tiny import tiny_qwen2
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -28,16 +29,17 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 WORLD_SIZES = {
     "w2": 2, "w3": 3, "w4": 4, "orig": 4, "frozen": 2, "no_shard": 2, "bf16": 2, "mesh": 4, "hsdp": 4, "hsdp_groups": 4,
-    "named": 4, "named_mesh": 4, "named_hsdp": 4,
+    "named": 4, "named_mesh": 4, "named_hsdp": 4, "orig_mesh": 4, "orig_hsdp": 4, "orig_groups": 4,
 }  # fmt: skip
 """Every checkpoint of the model, and the number of ranks that wrote it.
 
 w<N>            ShardedTensor: no device mesh; uneven on 2, 3 and 4 ranks, and on 4 ranks some have no shard of `gain`
-orig            use_orig_params=True
+orig...         use_orig_params=True: with a process group, a mesh, replicas by a mesh, and replicas by process groups
 frozen          the same, with the embedding frozen
 no_shard        every rank has everything: plain tensors
 bf16            weights in bfloat16
@@ -60,7 +62,7 @@ def write_all(root: str) -> None:
         settings: dict[str, Any] = {"process_group": groups[size]}
         if "mesh" in name:
             settings = {"device_mesh": flat}
-        elif name == "hsdp_groups":
+        elif name.endswith("_groups"):
             settings = {"process_group": (shards[rank // 2], replicas[rank % 2]), "sharding_strategy": HYBRID}
         elif "hsdp" in name:
             settings = {"device_mesh": square, "sharding_strategy": HYBRID}
@@ -97,7 +99,7 @@ def _write(everywhere: Path, name: str, settings: dict[str, Any]) -> None:
     if name == "frozen":
         model.embed.weight.requires_grad_(False)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    sharded = _wrapped(model, Layer, settings | {"use_orig_params": name in ("orig", "frozen")})
+    sharded = _wrapped(model, Layer, settings | {"use_orig_params": name.startswith("orig") or name == "frozen"})
     # The learning rate is 0, so that the weights stay what they were set to while moments arise.
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0, weight_decay=0.0, foreach=False)
     sharded(torch.arange(24).reshape(2, 12)).backward()
@@ -109,6 +111,10 @@ def _write(everywhere: Path, name: str, settings: dict[str, Any]) -> None:
     state = FullyShardedDataParallel.optim_state_dict(sharded, optimizer) if named else optimizer.state_dict()
     for kind, value in (("model", sharded.state_dict()), ("optim", state)):
         torch.save(value, directory / f"{kind}_world_size_{size}_rank_{rank}.pt")
+    if name.startswith("orig"):
+        # Gathered from the shards: on CPU, torch's own full optimizer state of such a model has the moments mixed up.
+        for weight, moments in FullyShardedDataParallel.optim_state_dict(sharded, optimizer)["state"].items():
+            expected |= {f"optim/{weight}/{moment}": _whole(value) for moment, value in moments.items()}
     if named:
         FullyShardedDataParallel.set_state_dict_type(
             sharded,
@@ -123,6 +129,17 @@ def _write(everywhere: Path, name: str, settings: dict[str, Any]) -> None:
         torch.save(expected, everywhere / f"{name}.expected.pt")
         if name != "w3":  # as old verl left it
             (directory / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": size}))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        whole = torch.empty(tensor.size(), dtype=tensor.dtype)
+        # Rank 0 of the run alone saves what is expected; torch cannot gather in a group that does not begin with it.
+        if dist.get_rank(tensor._process_group) == dist.get_rank():
+            tensor.gather(0, whole if dist.get_rank() == 0 else None)
+        return whole
+    gathered: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered
 
 
 def _write_qwen2(directory: Path, group: Any) -> None:

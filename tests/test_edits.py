@@ -17,7 +17,9 @@ def _step(data: st.DataObject, picture: Picture) -> Picture:
     """One random edit, done to both sides."""
     entry, bits = picture.entry, picture.bits
     dims = len(entry.shape)
-    kind = data.draw(st.sampled_from(("narrow", "select", "permute", "concat", "stack") if dims else ("stack",)))
+    kind = data.draw(
+        st.sampled_from(("narrow", "every", "select", "permute", "concat", "stack") if dims else ("stack",))
+    )
     if kind == "stack":
         other = data.draw(pictures(dtype=entry.dtype, shape=entry.shape))
         dim = data.draw(st.integers(0, dims))
@@ -35,6 +37,9 @@ def _step(data: st.DataObject, picture: Picture) -> Picture:
         position = data.draw(st.integers(0, size - 1))
         return Picture(edits.select(entry, dim, position), bits.take(position, dim))
     start = data.draw(st.integers(0, size))
+    if kind == "every":
+        step = data.draw(st.integers(1, 4))
+        return Picture(edits.every(entry, dim, start, step), bits[(slice(None),) * dim + (slice(start, None, step),)])
     length = data.draw(st.integers(0, size - start))
     return Picture(edits.narrow(entry, dim, start, length), bits.take(range(start, start + length), dim))
 
@@ -57,6 +62,12 @@ def _entry(*shape: int, dtype: str = "float32") -> TensorEntry:
 def test_narrow_refuses_what_does_not_fit(start: int, length: int) -> None:
     with pytest.raises(MismatchError, match=r"dimension 1 .* shape \[3, 4\]"):
         edits.narrow(_entry(3, 4), 1, start, length)
+
+
+@pytest.mark.parametrize(("start", "step"), [(-1, 1), (5, 1), (0, 0)])
+def test_every_refuses_what_does_not_fit(start: int, step: int) -> None:
+    with pytest.raises(MismatchError, match=r"dimension 1 .* shape \[3, 4\]"):
+        edits.every(_entry(3, 4), 1, start, step)
 
 
 @pytest.mark.parametrize("position", [-1, 3])

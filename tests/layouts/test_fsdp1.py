@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import fsdp1
 import pretend
 import pytest
 import torch
+from checkpoints import Model, whole_weights
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard
@@ -26,6 +28,7 @@ from milepost.layouts.torchfile import TorchFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 
+ORIGINAL = tuple(name for name in fsdp1.WORLD_SIZES if name.startswith("orig"))
 NAMED = tuple(name for name in fsdp1.WORLD_SIZES if name.startswith("named"))
 PLAIN = tuple(name for name in fsdp1.WORLD_SIZES if name not in NAMED)
 
@@ -48,13 +51,13 @@ def _open(directory: Path) -> TensorIndex:
     return FsdpLayout().open(directory)
 
 
-@pytest.mark.parametrize("name", fsdp1.WORLD_SIZES)
+@pytest.mark.parametrize("name", [name for name in fsdp1.WORLD_SIZES if name != "frozen"])
 def test_weights_buffers_and_named_moments_are_those_of_the_model(name: str, checkpoints: Path) -> None:
     # The weights as they were before FSDP flattened and cut them; the moments as FSDP gathers them.
     expected: dict[str, torch.Tensor] = torch.load(checkpoints / f"{name}.expected.pt")
     index = _open(checkpoints / name)
     assert set(index) == set(expected)
-    assert len(expected) == (16 + 3 * 11 if name in NAMED else 16)
+    assert len(expected) == (16 + 3 * 11 if name in NAMED or name in ORIGINAL else 16)
     assert index.world_size == fsdp1.WORLD_SIZES[name]
     index.check_tiling()
     for tensor, value in expected.items():
@@ -64,7 +67,7 @@ def test_weights_buffers_and_named_moments_are_those_of_the_model(name: str, che
         assert value.any()
 
 
-@pytest.mark.parametrize("name", ["w2", "w4", "orig", "mesh", "hsdp", "hsdp_groups", "no_shard", "bf16"])
+@pytest.mark.parametrize("name", ["w2", "w4", "mesh", "hsdp", "hsdp_groups", "no_shard", "bf16"])
 def test_flat_moments_without_names_leave_the_weights_and_a_reason(name: str, checkpoints: Path) -> None:
     index = _open(checkpoints / name)
     assert list(index) == list(index.weights())
@@ -84,6 +87,131 @@ def test_flat_moments_are_no_replicas_even_where_the_counts_agree(tmp_path: Path
     index = _open(tmp_path)
     assert list(index) == ["w"]
     assert "optim/w/exp_avg: shape [15] for a weight of shape [5, 6]; FSDP1 flattens" in index.unread[0]
+
+
+def test_runs_of_original_parameters_are_boxes_of_their_weights(checkpoints: Path) -> None:
+    index = _open(checkpoints / "orig")
+    # What rank 0 to 3 hold of 33 rows of 16: 144, 148, 148 and 88 elements, so rows and parts of rows.
+    boxes = [(str(chunk.box), chunk.source.file[-4]) for chunk in index["optim/embed.weight/exp_avg"].chunks]
+    assert boxes == [
+        ("[0:9, 0:16]", "0"),
+        ("[9:18, 0:16]", "1"), ("[18:19, 0:4]", "1"),
+        ("[18:19, 4:16]", "2"), ("[19:27, 0:16]", "2"), ("[27:28, 0:8]", "2"),
+        ("[27:28, 8:16]", "3"), ("[28:33, 0:16]", "3"),
+    ]  # fmt: skip
+    assert not [name for name in index if name.startswith("optim/head")]  # tied: the embedding's moments are its own
+    assert index.objects["param_groups"][0]["lr"] == 0.0
+
+
+def test_moments_of_a_model_with_a_frozen_weight(checkpoints: Path) -> None:
+    """The judge is the same model without FSDP: every rank had the same data."""
+    model = Model()
+    model.load_state_dict(whole_weights(), strict=False)
+    model.embed.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.arange(24).reshape(2, 12)).backward()
+    optimizer.step()
+    index = _open(checkpoints / "frozen")
+    assert not index.unread
+    for name, weight in model.named_parameters():
+        for moment, value in optimizer.state[weight].items():
+            read = index[f"optim/{name}/{moment}"].read()
+            assert torch.allclose(read, value, rtol=1e-4) and value.any(), (name, moment)
+    assert len([n for n in index if n.startswith("optim/")]) == 3 * 10
+
+
+def _state(directory: Path, name: str, rank: int, change: Callable[[Any], None]) -> Path:
+    """An optimizer's file saved anew with a change."""
+    path = directory / rank_file("optim", fsdp1.WORLD_SIZES[name], rank)
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+def test_runs_that_another_order_would_explain_are_not_read(copy: Any) -> None:
+    def one_less(state: Any) -> None:
+        state["state"][1] = {k: v[:-1] if v.dim() else v for k, v in state["state"][1].items()}
+
+    def grouped(state: Any) -> None:
+        first, *rest = state["param_groups"][0]["params"]
+        state["param_groups"] = [{"params": [first]}, {"params": rest}]
+
+    def without_the_last(state: Any) -> None:
+        state["param_groups"][0]["params"].pop()
+        state["state"].pop(10, None)
+
+    for change in (one_less, grouped):
+        directory = copy("orig")
+        for rank in range(4) if change is grouped else (2,):
+            _state(directory, "orig", rank, change)
+        index = _open(directory)
+        assert list(index) == list(index.weights())
+        assert "which are whose" in index.unread[0] or "cannot be told" in index.unread[0]
+        shutil.rmtree(directory)
+    directory = copy("frozen")
+    for rank in range(2):
+        _state(directory, "frozen", rank, without_the_last)
+    assert "10 parameters without names for 12 weights; which weight each number means" in _open(directory).unread[0]
+
+
+def test_a_state_of_no_group(copy: Any) -> None:
+    directory = copy("orig")
+    path = _state(directory, "orig", 0, lambda state: state["state"].update({99: state["state"][0]}))
+    with pytest.raises(DamagedError, match=rf"{path.name}: a state of parameter 99, which no group holds"):
+        _open(directory)
+    for rank, what in ((1, {"state": 5}), (2, {"state": {0: 5}}), (3, {})):
+        torch.save(what, directory / rank_file("optim", 4, rank))
+        _state(directory, "orig", 0, lambda state: state["state"].pop(99, None))
+        with pytest.raises(DamagedError, match=rf"rank_{rank}\.pt: .*no optimizer's state"):
+            _open(directory)
+        shutil.rmtree(directory)
+        directory = copy("orig")
+
+
+def test_two_weights_that_could_be_either_are_not_guessed(tmp_path: Path) -> None:
+    """Three weights of one size and values, two parameters: which of them is the tied name?"""
+
+    def model(rank: int) -> dict[str, Any]:
+        return {name: pretend.sharded_tensor(ROWS) for name in ("a", "b", "c")}
+
+    moments = {"exp_avg": torch.ones(12), "step": torch.tensor(1.0)}
+    groups = [{"params": [0, 1]}]
+    pretend.save_ranks(tmp_path, 2, model)
+    pretend.save_ranks(tmp_path, 2, lambda rank: {"state": {0: moments, 1: moments}, "param_groups": groups}, "optim")
+    assert "2 parameters without names for 3 weights" in _open(tmp_path).unread[0]
+
+
+def test_replicas_of_runs_must_agree(copy: Any) -> None:
+    directory = copy("orig_hsdp")
+
+    def other(state: Any) -> None:
+        state["state"][1]["exp_avg"][0] += 1
+
+    path = _state(directory, "orig_hsdp", 2, other)
+    with pytest.raises(
+        DamagedError, match=rf"rank_0\.pt and .*{path.name} hold other values of exp_avg of parameter 1"
+    ):
+        _open(directory)
+
+
+def test_steps_of_runs_must_agree(copy: Any) -> None:
+    directory = copy("orig")
+    path = _state(directory, "orig", 1, lambda state: state["state"][1]["step"].add_(1))
+    with pytest.raises(DamagedError, match=rf"{path.name}: step of parameter 1 differs from that of another rank"):
+        _open(directory)
+
+
+def test_runs_of_another_rank_are_refused(tmp_path: Path) -> None:
+    def moments(rank: int) -> dict[str, Any]:
+        return {"state": {0: {"exp_avg": torch.arange(12.0)}}, "param_groups": [{"params": [0]}]}
+
+    pretend.save_ranks(tmp_path, 2, lambda rank: {"w": pretend.sharded_tensor(ROWS)})
+    pretend.save_ranks(tmp_path, 2, moments, "optim")
+    with pytest.raises(DamagedError, match=r"optim_.*rank_1\.pt: holds the same values as optim_.*rank_0\.pt"):
+        _open(tmp_path)
+    pretend.save_ranks(tmp_path, 2, lambda rank: {**moments(rank), "state": {0: {"exp_avg": torch.zeros(12)}}}, "optim")
+    assert _open(tmp_path)["optim/w/exp_avg"].read().eq(0).all()
 
 
 def test_moments_flattened_by_name(tmp_path: Path) -> None:

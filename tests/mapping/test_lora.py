@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from milepost.errors import MismatchError
 from milepost.index import TensorIndex
 from milepost.layouts.huggingface import read_safetensors
-from milepost.mapping.lora import has_adapter, take_apart
+from milepost.mapping.lora import parameter_of, take_apart
+from milepost.mapping.wrappers import has_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 SHAPES = {f"{Q}.base_layer.weight": (4, 6), f"{Q}.lora_A.default.weight": (2, 6), f"{Q}.lora_B.default.weight": (4, 2)}
@@ -59,6 +60,7 @@ def test_names_of_each_side(index_of: Any) -> None:
     assert run.adapter.modules[plain].update(1, False).shape == (4, 6)
     assert run.adapter.modules[plain].update(1, True).shape == (6, 4)  # a weight that is kept transposed
     assert run.adapter.modules["embed"].update(1, False).shape == (9, 6)
+    assert set(run.biases) == {f"{Q}.base_layer.bias"}
 
 
 def test_an_adapter_that_transformers_added_gets_pefts_prefix(index_of: Any) -> None:
@@ -96,3 +98,34 @@ def test_what_is_no_lora_is_refused_by_name(change: dict[str, Any], says: str, i
 def test_only_adapters_are_adapters(index_of: Any) -> None:
     assert has_adapter(index_of(SHAPES))
     assert not has_adapter(index_of({"model.layers.0.q_proj.weight": (1,), "explora_tion.weight": (1,)}))
+
+
+def test_parameters_of_a_module_without_layers_are_told_apart_by_their_shapes(index_of: Any) -> None:
+    experts = "base_model.model.experts"
+    run = take_apart(
+        index_of(
+            {
+                f"{experts}.base_layer.base_layer.gate_up": (3, 8, 6),
+                f"{experts}.base_layer.base_layer.down": (3, 6, 4),
+                f"{experts}.base_layer.base_layer.gate_up_bias": (3, 8),
+                f"{experts}.base_layer.lora_A.default.weight": (6, 6),
+                f"{experts}.base_layer.lora_B.default.weight": (8, 6),
+                f"{experts}.lora_A.default.weight": (3, 4),
+                f"{experts}.lora_B.default.weight": (6, 3),
+            }
+        )
+    )
+    shapes = {name: entry.shape for name, entry in run.base.items()}
+    assert set(shapes) == {"experts.gate_up", "experts.down", "experts.gate_up_bias"}
+    found = {name: parameter_of(name, factors, shapes) for name, factors in run.adapter.modules.items()}
+    assert found == {"experts.base_layer": "experts.gate_up", "experts": "experts.down"}
+    factors = run.adapter.modules["experts.base_layer"]
+    a, b = factors.a.numpy(), factors.b.numpy()
+    second = factors.of_expert(1, 3)
+    assert np.array_equal(second.a.numpy(), a[2:4]) and np.array_equal(second.b.numpy(), b[:, 1::3])
+    with pytest.raises(MismatchError, match=r"experts\.gate_up and experts\.twin, and nothing says which"):
+        parameter_of("experts", factors, {**shapes, "experts.twin": (3, 8, 6)})
+    with pytest.raises(MismatchError, match=r"no parameter of the base fits its LoRA factors \[8, 6\] and \[6, 6\]"):
+        parameter_of("experts", factors, {"experts.down": (3, 6, 4), "experts.empty": (0, 8, 6)})
+    with pytest.raises(MismatchError, match=r"there is no elsewhere\.weight"):
+        parameter_of("elsewhere", factors, shapes)

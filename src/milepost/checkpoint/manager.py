@@ -28,7 +28,7 @@ from milepost.checkpoint.comm import Communicator, default_communicator, on_rank
 from milepost.checkpoint.commit import SavedStep, StepRequest, agree, delete_step, sweep, write_step
 from milepost.checkpoint.events import EventLog, interrupted_session, plain_json, read_events
 from milepost.checkpoint.files import sync_directory
-from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
 from milepost.checkpoint.retention import keep_last
 from milepost.checkpoint.steps import StepDir, judge, scan
@@ -37,13 +37,14 @@ from milepost.errors import CallError, CheckpointError, ConfigError, MilepostErr
 from milepost.index import TensorIndex
 from milepost.jobs.merge import merge
 from milepost.jobs.prepare import prepare
-from milepost.layouts import open_directory
 from milepost.wording import counted
 
 T = TypeVar("T")
 CONTENTS = ("model", "optimizer", "extra")
 HF_MODEL = "hf_model"
 STATE_FORMAT = 1
+Parts = Callable[[Path | None, int | None], Sequence[Part]]
+"""From a step's folder (None: a fresh start) and the number of ranks that saved it to what is restored of it."""
 
 
 class Stateful(Protocol):
@@ -133,34 +134,24 @@ class CheckpointManager:
         Everything is found to be whole and fitting before the first byte is loaded. In mode "auto" a step that turns
         out to be bad is passed over for the next older one. Raises CheckpointError or CallError on all ranks.
         """
-        agree(self._comm, self._root, resume_mode=mode, resume_from_path=path, roles=list(self._roles))
-        swept = on_rank_0(self._comm, lambda: sweep(self._root))
+        swept = self._enter(mode, path)
         start, opened = self._find(mode, path)
         parts, notes = (self._all_fresh(), []) if start.folder is None else self._restore(opened)
-        notes = [
-            *start.notes,
-            *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
-            *(f"removed {name}, left by a save that was killed" for name in swept),
-            *notes,
-            *self._notes,
-        ]
-        self._keep_up_to = start.keep_up_to
-        if start.folder is not None and start.keep_up_to == start.step:
-            self._newest = StepDir(start.step, start.folder)
-        self._report = ResumeReport(
-            mode=mode,
-            root=self._root,
-            folder=start.folder,
-            step=start.step,
-            next_step=(start.step or 0) + 1,
-            parts=tuple(parts),
-            skipped=start.skipped,
-            notes=tuple(notes),
-            world_size=self._comm.world_size,
-            saved_world_size=next((index.world_size for index in opened.indexes.values()), None),
-        )
-        self._write_event("resume", **self._report.as_event())
+        saved_world_size = next((index.world_size for index in opened.indexes.values()), None)
+        self._begin(mode, start, parts, swept, [*notes, *self._notes], saved_world_size)
         return start.step
+
+    def choose(self, mode: str, path: Path | None, parts: Parts) -> Path | None:
+        """Choose the step to go on from as `resume` does, and load nothing: for a trainer that loads a step by itself.
+
+        parts: what it will restore, for the report; it may refuse the step. Returns the step's folder, or None for a
+        fresh start.
+        """
+        swept = self._enter(mode, path)
+        start = on_rank_0(self._comm, lambda: self._choose(mode, path, {}))
+        saved_world_size = on_rank_0(self._comm, lambda: _saved_world_size(start.folder))
+        self._begin(mode, start, parts(start.folder, saved_world_size), swept, [], saved_world_size)
+        return start.folder
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
         """Save the whole training state as this step; returns its folder once it is durable. All ranks call it.
@@ -168,6 +159,7 @@ class CheckpointManager:
         A step that was saved already, or resumed from, is not saved twice. Raises MilepostError on all ranks and leaves
         what was there untouched: WriteError where a disk refuses.
         """
+        self._comm.meet("save")
         agree(self._comm, self._root, step=step, roles=list(self._roles), hf_model=self._hf_model)
         if self._newest is not None and step == self._newest.step:
             return self._newest.path
@@ -210,6 +202,45 @@ class CheckpointManager:
 
     # Resuming
 
+    def _enter(self, mode: str, path: Path | None) -> list[str]:
+        """All ranks are here and mean the same; what killed saves have left is gone, and named."""
+        self._comm.meet("resume")
+        agree(self._comm, self._root, resume_mode=mode, resume_from_path=path, roles=list(self._roles))
+        return on_rank_0(self._comm, lambda: sweep(self._root))
+
+    def _begin(
+        self,
+        mode: str,
+        start: Start,
+        parts: Sequence[Part],
+        swept: Sequence[str],
+        notes: Sequence[str],
+        saved_world_size: int | None,
+    ) -> None:
+        """Take a start as this session's, and report it."""
+        all_notes = [
+            *start.notes,
+            *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
+            *(f"removed {name}, left by a save that was killed" for name in swept),
+            *notes,
+        ]
+        self._keep_up_to = start.keep_up_to
+        if start.folder is not None and start.keep_up_to == start.step:
+            self._newest = StepDir(start.step, start.folder)
+        self._report = ResumeReport(
+            mode=mode,
+            root=self._root,
+            folder=start.folder,
+            step=start.step,
+            next_step=(start.step or 0) + 1,
+            parts=tuple(parts),
+            skipped=start.skipped,
+            notes=tuple(all_notes),
+            world_size=self._comm.world_size,
+            saved_world_size=saved_world_size,
+        )
+        self._write_event("resume", **self._report.as_event())
+
     def _find(self, mode: str, path: Path | None) -> tuple[Start, _Opened]:
         """The step to go on from, opened: headers and small state of all roles are read before anything is loaded."""
         bad: dict[Path, str] = {}
@@ -240,6 +271,8 @@ class CheckpointManager:
         remarks = together(
             self._comm, lambda: {role: restore.fill(fits[role], engine) for role, engine in self._roles.items()}
         )
+        # Apart, since ranks meet in it: none may be there while another could not read its part.
+        together(self._comm, self._finish_load)
         parts: list[Part] = []
         notes: list[str] = []
         for role, engine in self._roles.items():
@@ -250,6 +283,10 @@ class CheckpointManager:
             changed = restore.changes(state["fingerprint"], self._fingerprint)
             notes += [f"the config has changed: {changed}"] if changed else []
         return parts, notes
+
+    def _finish_load(self) -> None:
+        for engine in self._roles.values():
+            engine.finish_load()
 
     def _restore_parts(self, saved: Mapping[str, Any]) -> list[Part]:
         parts = []
@@ -334,10 +371,17 @@ class CheckpointManager:
 
 
 def _open(folder: Path, roles: Mapping[str, Engine]) -> _Opened:
-    indexes = {role: open_directory(folder / role) for role in roles}
+    indexes = {role: restore.open_for(folder / role, engine.tensors()) for role, engine in roles.items()}
     for index in indexes.values():
         dict(index.objects)  # read when first asked for: a damaged file must show now
     return _Opened(indexes, restore.read_state(folder))
+
+
+def _saved_world_size(step_dir: Path | None) -> int | None:
+    """The number of ranks that saved a step, where its manifest says it."""
+    if step_dir is None or not (step_dir / MANIFEST).exists():
+        return None
+    return read_manifest(step_dir).world_size
 
 
 def _on_all(comm: Communicator, act: Callable[[], T]) -> T:

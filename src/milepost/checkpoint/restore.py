@@ -17,6 +17,9 @@ from milepost.checkpoint.steps import STATE_FILE
 from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, Engine, LiveTensor
 from milepost.errors import DamagedError, MismatchError
 from milepost.index import DTYPES, OPTIMIZER_PREFIX, TensorIndex
+from milepost.layouts import open_directory
+from milepost.layouts.huggingface import find_companions, read_config
+from milepost.mapping import to_live_form
 from milepost.transfer import execute, plan
 
 WINDOW_BYTES = 8 << 20
@@ -41,6 +44,15 @@ class Fit:
     has_optimizer: bool
     wants_optimizer: bool
     casts: str
+
+
+def open_for(directory: Path, live: Mapping[str, LiveTensor]) -> TensorIndex:
+    """The index of a role's directory under the names of the live model: experts stacked or each by itself, as that
+    has them."""
+    index = open_directory(directory)
+    companions = find_companions(directory)
+    weights = [name for name in live if not name.startswith(OPTIMIZER_PREFIX)]
+    return index if companions is None else to_live_form(index, read_config(companions), weights)
 
 
 def fit(role: str, index: TensorIndex, live: Mapping[str, LiveTensor]) -> Fit:
@@ -98,14 +110,14 @@ def _some(names: list[str]) -> str:
 
 
 def fill(fitted: Fit, engine: Engine) -> Mapping[str, str]:
-    """Move the bytes into the engine, then its objects; returns the engine's remarks: part -> why it is fresh."""
+    """Move the bytes into the engine, then its objects; returns the engine's remarks: part -> why it is fresh.
+
+    `engine.finish_load` is left to the caller, who knows when all ranks are here."""
     from milepost.checkpoint.live import LiveSink  # noqa: PLC0415  it needs torch, which reading steps does not
 
     sink = LiveSink(fitted.wanted)
     execute(plan(fitted.index, sink.wanted(), WINDOW_BYTES), sink)
-    remarks = engine.load_objects(fitted.index.objects)
-    engine.finish_load()
-    return remarks
+    return engine.load_objects(fitted.index.objects)
 
 
 def role_parts(fitted: Fit, engine: Engine, remarks: Mapping[str, str]) -> list[Part]:
@@ -150,7 +162,7 @@ def read_state(step_dir: Path) -> dict[str, Any]:
         state = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from None
     if not isinstance(state, dict):
         raise DamagedError(f"{path} is no trainer state")

@@ -2,7 +2,8 @@
 
 Always: every file there with its size, headers readable, the parts of every tensor tile it exactly, moments of the
 shape of their weight. With `deep` also the bytes: the checksums of a step's manifest, or of an export that has them,
-and, where neither covers a file, the CRC-32 that torch.save notes for each record.
+and, where neither covers a file, the CRC-32 that torch.save notes for each record; and what several ranks hold of the
+same part of a tensor is compared.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from milepost.index import OPTIMIZER_PREFIX, TensorIndex
 from milepost.jobs.checksums import check_records, read_checksums
 from milepost.layouts import archives, find_layout
 from milepost.layouts.torchfile import TorchFile
+from milepost.mapping.titan import parts_of
 from milepost.transfer.execute import Progress
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one directory: problems, one line each, none where all is well; files and bytes looked at."""
+    """What was found of one directory: problems, one line each, none where all is well; files and bytes looked at.
+
+    notes: what could not be looked at though `deep` asked for it, one line each
+    """
 
     path: Path
     kind: str
@@ -32,6 +37,7 @@ class Verdict:
     nbytes: int
     deep: bool
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -57,7 +63,9 @@ def verify(path: Path, *, backend: str = "auto", deep: bool = False, progress: P
     if steps:
         verdicts = [_step(step.path, backend, deep, progress) for step in steps]
         problems = tuple(f"{v.path.name}: {problem}" for v in verdicts for problem in v.problems)
-        return Verdict(path, "run", sum(v.files for v in verdicts), sum(v.nbytes for v in verdicts), deep, problems)
+        notes = tuple(f"{v.path.name}: {note}" for v in verdicts for note in v.notes)
+        files, nbytes = sum(v.files for v in verdicts), sum(v.nbytes for v in verdicts)
+        return Verdict(path, "run", files, nbytes, deep, problems, notes)
     if (path / MANIFEST).exists() or roles_of(path, backend):
         return _step(path, backend, deep, progress)
     raise NotFoundError(f"{path}: holds no checkpoint that milepost reads; give a run, a step, a role or a model")
@@ -68,7 +76,8 @@ def bytes_to_read(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _role(path: Path, backend: str, deep: bool, progress: Progress | None) -> Verdict:
+def _role(path: Path, backend: str, deep: bool, progress: Progress | None, *, covered: bool = False) -> Verdict:
+    """`covered`: a manifest has the checksums of the files."""
     layout = find_layout(path, backend)
     assert layout is not None
     try:
@@ -76,21 +85,26 @@ def _role(path: Path, backend: str, deep: bool, progress: Progress | None) -> Ve
     except CheckpointError as error:
         return Verdict(path, layout.name, 0, 0, deep, (str(error),))
     problems = list(_tensor_problems(index))
+    notes: list[str] = []
+    if deep and not covered:
+        problems += _record_problems(index, progress, notes)
     if deep:
-        problems += _record_problems(index, progress)
+        problems += _replica_problems(index)
     files, size = len(index.files), sum(file.stat().st_size for file in index.files)
     try:
         records = read_checksums(path)
     except CheckpointError as error:
-        return Verdict(path, layout.name, files, size, deep, (*problems, str(error)))
+        return Verdict(path, layout.name, files, size, deep, (*problems, str(error)), tuple(notes))
     if records is not None:
-        problems += [str(problem) for problem in check_records(path, records, deep=deep, progress=progress)]
+        again = deep and not covered
+        problems += [str(problem) for problem in check_records(path, records, deep=again, progress=progress)]
         files, size = len(records), sum(record.size for record in records)
-    return Verdict(path, layout.name, files, size, deep, tuple(problems))
+    return Verdict(path, layout.name, files, size, deep, tuple(problems), tuple(notes))
 
 
 def _step(path: Path, backend: str, deep: bool, progress: Progress | None) -> Verdict:
     problems: list[str] = []
+    notes: list[str] = []
     files = nbytes = 0
     covered = (path / MANIFEST).exists()
     try:
@@ -105,11 +119,12 @@ def _step(path: Path, backend: str, deep: bool, progress: Progress | None) -> Ve
     except CheckpointError as error:
         problems.append(str(error))
     for role in roles_of(path, backend):
-        verdict = _role(path / role, backend, deep and not covered, progress)
+        verdict = _role(path / role, backend, deep, progress, covered=covered)
         problems += [problem for problem in verdict.problems if problem not in problems]
+        notes += verdict.notes
         if not covered:
             files, nbytes = files + verdict.files, nbytes + verdict.nbytes
-    return Verdict(path, "step", files, nbytes, deep, tuple(problems))
+    return Verdict(path, "step", files, nbytes, deep, tuple(problems), tuple(notes))
 
 
 def _tensor_problems(index: TensorIndex) -> Iterator[str]:
@@ -122,18 +137,38 @@ def _tensor_problems(index: TensorIndex) -> Iterator[str]:
         if name.startswith(OPTIMIZER_PREFIX) and has_weights:
             weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
             if weight not in index:
+                if parts_of(weight) and all(part in index for part in parts_of(weight)):
+                    continue
                 yield f"{name}: moments of a weight that is not there"
             elif moment != "step" and entry.shape != index[weight].shape:
                 yield f"{name}: shape {list(entry.shape)}, its weight has {list(index[weight].shape)}"
 
 
-def _record_problems(index: TensorIndex, progress: Progress | None) -> Iterator[str]:
+def _replica_problems(index: TensorIndex) -> Iterator[str]:
+    from milepost.layouts.replicas import differing  # noqa: PLC0415  it needs the layouts' modules, which start slowly
+
+    try:
+        yield from map(str, differing(index))
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _record_problems(index: TensorIndex, progress: Progress | None, notes: list[str]) -> Iterator[str]:
+    without: dict[str, None] = {}
     for path, span in archives(index):
         try:
-            bad = list(TorchFile(path, span).bad_records(progress))
+            file = TorchFile(path, span)
+            if not file.has_checksums:
+                without[path.name] = None
+            bad = list(file.bad_records(progress))
         except CheckpointError as error:
             yield str(error)
             continue
         if bad:
             place = "" if span is None else f", bytes {span[0]} to {sum(span)}"
             yield f"{path.name}{place}: {len(bad)} of its records were altered ({bad[0]}): the CRC-32 differs"
+    if without:
+        notes.append(
+            f"{', '.join(list(without)[:3])}{', ...' if len(without) > 3 else ''}: saved without CRC-32s, so only "
+            "sizes and headers were checked"
+        )

@@ -8,12 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from milepost.checkpoint import verify as verification
 from milepost.checkpoint.locate import Located, locate, roles_of
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.steps import judge, list_steps, read_tracker, scan
+from milepost.cli.declared import Option
 from milepost.cli.options import (
     Backend,
     Directory,
@@ -23,7 +22,7 @@ from milepost.cli.options import (
     one,
     print_json,
 )
-from milepost.console import bytes_progress
+from milepost.console import bytes_progress, note
 from milepost.index import OPTIMIZER_PREFIX, TensorIndex
 from milepost.layouts import find_layout
 from milepost.wording import counted, file_size
@@ -35,7 +34,7 @@ def inspect(
     backend: Backend = "auto",
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", metavar="GLOB", help="List the tensors whose names match.", show_default=False),
+        Option("--name", metavar="GLOB", help="List the tensors whose names match.", show_default=False),
     ] = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -61,7 +60,7 @@ def verify(
     directory: Directory = None,
     local_dir: LocalDir = None,
     backend: Backend = "auto",
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and check it against its checksum.")] = False,
+    deep: Annotated[bool, Option("--deep", help="Read every byte and check it against its checksum.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -78,16 +77,18 @@ def verify(
     if json_:
         print_json(
             ok=verdict.ok, path=str(path), kind=verdict.kind, files=verdict.files, bytes=verdict.nbytes, deep=deep,
-            problems=list(verdict.problems),
+            problems=list(verdict.problems), notes=list(verdict.notes),
         )  # fmt: skip
     else:
         for problem in verdict.problems:
-            typer.echo(problem)
+            print(problem)
+        for text in verdict.notes:
+            note(text)
         how = "sizes, headers and every byte" if deep else "sizes and headers; --deep reads every byte"
         state = "good" if verdict.ok else f"not good, {counted(len(verdict.problems), 'problem')}"
-        typer.echo(f"{state}: {counted(verdict.files, 'file')}, {file_size(verdict.nbytes)} ({how})")
+        print(f"{state}: {counted(verdict.files, 'file')}, {file_size(verdict.nbytes)} ({how})")
     if not verdict.ok:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _inspect_run(path: Path, as_json: bool) -> None:
@@ -108,11 +109,11 @@ def _inspect_run(path: Path, as_json: bool) -> None:
         return
     tracker = read_tracker(path)
     named = "no step is named by the tracker" if tracker is None else f"the tracker says {tracker}"
-    typer.echo(f"run {path}: {counted(len(steps), 'step')}, {named}")
+    print(f"run {path}: {counted(len(steps), 'step')}, {named}")
     for state in steps:
         nbytes, world_size = sizes[state.step]
         detail = f"{file_size(nbytes)}, world size {world_size}" if nbytes is not None else state.why
-        typer.echo(f"  {state.step:>8}  {state.state:11} {detail}")
+        print(f"  {state.step:>8}  {state.state:11} {detail}")
 
 
 def _inspect_step(step_dir: Path, backend: str, as_json: bool) -> None:
@@ -124,9 +125,9 @@ def _inspect_step(step_dir: Path, backend: str, as_json: bool) -> None:
     if as_json:
         print_json(kind="step", path=str(step_dir), step=state.step, state=state.state, why=state.why, roles=facts)
         return
-    typer.echo(f"step {step_dir}: {state.state}{f', {state.why}' if state.why else ''}")
+    print(f"step {step_dir}: {state.state}{f', {state.why}' if state.why else ''}")
     for role, of_role in facts.items():
-        typer.echo(f"{role}: layout {of_role['layout']}, world size {of_role['world_size']}")
+        print(f"{role}: layout {of_role['layout']}, world size {of_role['world_size']}")
         _echo_facts(of_role)
 
 
@@ -138,14 +139,12 @@ def _inspect_role(located: Located, globs: list[str], as_json: bool) -> None:
         print_json(**facts, listed={name: _entry_facts(index, name) for name in chosen})
         return
     step = "" if located.step is None else f", step {located.step}"
-    typer.echo(
-        f"{located.role or 'model'} {located.directory}: layout {index.layout}, world size {index.world_size}{step}"
-    )
+    print(f"{located.role or 'model'} {located.directory}: layout {index.layout}, world size {index.world_size}{step}")
     _echo_facts(facts)
     for name, entry in chosen.items():
         alias = f" = {entry.alias_of}" if entry.alias_of else ""
         kind = "moment" if name.startswith(OPTIMIZER_PREFIX) else "weight"
-        typer.echo(f"  {kind}  {name}  {entry.dtype} {list(entry.shape)} in {len(entry.chunks)} parts{alias}")
+        print(f"  {kind}  {name}  {entry.dtype} {list(entry.shape)} in {len(entry.chunks)} parts{alias}")
 
 
 def _facts(located: Located, index: TensorIndex) -> dict[str, Any]:
@@ -170,10 +169,10 @@ def _facts(located: Located, index: TensorIndex) -> dict[str, Any]:
 def _echo_facts(facts: Mapping[str, Any]) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in facts["dtypes"].items())
     size = f"{facts['parameters']:,} parameters, {file_size(facts['bytes'])}"
-    typer.echo(f"  weights  {facts['tensors']} tensors ({kinds}), {size}")
-    typer.echo(f"  moments  {facts['moments']} tensors" if facts["moments"] else "  moments  none")
+    print(f"  weights  {facts['tensors']} tensors ({kinds}), {size}")
+    print(f"  moments  {facts['moments']} tensors" if facts["moments"] else "  moments  none")
     for line in facts["unread"]:
-        typer.echo(f"  not read  {line}")
+        print(f"  not read  {line}")
 
 
 def _entry_facts(index: TensorIndex, name: str) -> dict[str, Any]:

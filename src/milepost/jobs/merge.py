@@ -10,45 +10,45 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
-
-import xxhash
+from typing import TYPE_CHECKING, Any
 
 from milepost.errors import WriteError
 from milepost.index import DTYPES, Box, TensorEntry, TensorIndex
-from milepost.jobs.checksums import record_files, write_checksums
-from milepost.jobs.lora import DIRECTORY as ADAPTER
-from milepost.jobs.lora import write_adapter
+from milepost.jobs.companions import files_of
 from milepost.jobs.output import output_directory
 from milepost.jobs.prepare import HuggingFaceModel, under_cast
-from milepost.jobs.ranks import Team, share_out
-from milepost.layouts.huggingface import CONFIG, companion_files, read_config
+from milepost.layouts.huggingface import CONFIG, read_config
 from milepost.layouts.safetensors import SafetensorsWriter, shard_files, with_dtype
 from milepost.mapping.nested import TEXT, tower_of
+from milepost.settings import setting
 from milepost.transfer import execute, plan
 from milepost.transfer.execute import Progress, window_bytes_for
 from milepost.wording import file_size
 
+if TYPE_CHECKING:
+    from milepost.jobs.ranks import Team
+
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """How to write; defaults are those of the command line. Sizes in bytes."""
+    """How to write. Sizes in bytes."""
 
-    dtype: str = "keep"
-    max_shard_size: int = 5 * 10**9
-    memory_limit: int = 2**30
-    workers: int = 2
-    overwrite: bool = False
-    checksum: bool = False
+    dtype: str = setting("keep", "keep, bf16, fp16 or fp32. Integers keep their type.")
+    max_shard_size: int = setting("5GB", "Largest output file.", size=True)
+    memory_limit: int = setting("1GiB", "Bound on the memory for tensor data.", size=True)
+    workers: int = setting(2, "Parallel readers and writers.", least=1)
+    overwrite: bool = setting(False, "Replace an older export, as a whole.")
+    checksum: bool = setting(False, "Write checksums of the export, which `verify --deep` checks.")
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did: number of tensors, bytes of the weights, tensors by element type, files, seconds."""
+    """What a merge did: number of tensors, bytes of the weights, tensors by element type, files, seconds, and the
+    address of the upload where there was one."""
 
     target: Path
     tensors: int
@@ -56,6 +56,7 @@ class MergeReport:
     dtypes: dict[str, int]
     files: tuple[str, ...]
     seconds: float
+    uploaded_to: str | None = None
 
 
 def merge(
@@ -80,17 +81,23 @@ def merge(
         with output_directory(target, overwrite=options.overwrite, sources=sources) as building:
             written = export(model, building, options, progress)
             if options.checksum:
+                from milepost.jobs.checksums import record_files, write_checksums  # noqa: PLC0415
+
                 write_checksums(building, record_files(building, _files_below(building), options.workers, progress))
     else:
         written = _merge_share(model, sources, options, progress, team)
-    return MergeReport(
-        target=target,
-        tensors=len(written),
-        nbytes=written.nbytes,
-        dtypes=dict(Counter(entry.dtype for entry in written.entries.values())),
-        files=tuple(sorted(path.name for path in target.iterdir())),
-        seconds=monotonic() - begun,
-    )
+    return _report(written, target, (path.name for path in target.iterdir()), monotonic() - begun)
+
+
+def planned(model: HuggingFaceModel, target: Path, options: MergeOptions) -> MergeReport:
+    """What a merge would report, as far as it concerns weights; nothing is written."""
+    written = under_cast(model.index, options.dtype)
+    return _report(written, target, shard_files(written.entries, options.max_shard_size), 0.0)
+
+
+def _report(written: TensorIndex, target: Path, files: Iterable[str], seconds: float) -> MergeReport:
+    dtypes = dict(Counter(entry.dtype for entry in written.entries.values()))
+    return MergeReport(target, len(written), written.nbytes, dtypes, tuple(sorted(files)), seconds)
 
 
 def bytes_to_move(model: HuggingFaceModel, options: MergeOptions, team: Team | None = None) -> int:
@@ -107,6 +114,8 @@ def _share(written: TensorIndex, options: MergeOptions, team: Team | None) -> di
     if team is None:
         return files
     sizes = {file: sum(written[name].nbytes for name in names) for file, names in files.items()}
+    from milepost.jobs.ranks import share_out  # noqa: PLC0415
+
     mine = share_out(sizes, team.size)[team.rank]
     return {file: names for file, names in files.items() if file in mine}
 
@@ -114,6 +123,8 @@ def _share(written: TensorIndex, options: MergeOptions, team: Team | None) -> di
 def _merge_share(
     model: HuggingFaceModel, sources: tuple[Path, ...], options: MergeOptions, progress: Progress | None, team: Team
 ) -> TensorIndex:
+    from milepost.jobs.checksums import record_files, write_checksums  # noqa: PLC0415
+
     def checked(count: int) -> None:
         team.check()
         if progress is not None:
@@ -139,6 +150,8 @@ def _files_below(directory: Path) -> list[str]:
 
 def _outline(written: TensorIndex) -> str:
     """A digest of every tensor's name, element type and shape, in order."""
+    import xxhash  # noqa: PLC0415
+
     lines = (f"{name} {entry.dtype} {entry.shape}\n" for name, entry in written.items())
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
@@ -168,6 +181,9 @@ def export(
     if team is None or team.leads:
         write_companions(model, written, directory)
         if model.adapter is not None:
+            from milepost.jobs.lora import write_adapter  # noqa: PLC0415
+            from milepost.jobs.lora_training import DIRECTORY as ADAPTER  # noqa: PLC0415
+
             window_bytes = window_bytes_for(options.memory_limit, options.workers)
             write_adapter(model.adapter, directory / ADAPTER, options.dtype, window_bytes, options.workers)
     return written
@@ -175,7 +191,7 @@ def export(
 
 def write_companions(model: HuggingFaceModel, written: TensorIndex, directory: Path) -> None:
     """Copy the companions byte for byte; config.json too, unless it must say something else to be true."""
-    for path in companion_files(model.companions):
+    for path in files_of(model.companions, model.tokenizer):
         shutil.copyfile(path, directory / path.name)
     config = with_dtype(model.config, main_dtype(written), part_dtypes(written, model.config))
     if config != read_config(model.companions):

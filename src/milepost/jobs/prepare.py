@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from milepost.errors import CallError, CheckpointError, NotFoundError
 from milepost.index import TensorIndex
-from milepost.jobs import lora
+from milepost.jobs.companions import companions_of, find_tokenizer
 from milepost.layouts import open_directory
-from milepost.layouts.huggingface import CONFIG, find_companions, is_model_directory, read_config, read_safetensors
+from milepost.layouts.huggingface import find_companions, is_model_directory, read_config, read_safetensors
 from milepost.mapping import FAMILIES, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, names
-from milepost.mapping.lora import LoraRun, has_adapter, take_apart
-from milepost.mapping.wrappers import VALUE, take_part
+from milepost.mapping.dialects import MEGATRON
+from milepost.mapping.wrappers import VALUE, has_adapter, take_part
+from milepost.settings import setting
 from milepost.transfer.cast import cast_dtype
 from milepost.transfer.execute import Update
+
+if TYPE_CHECKING:  # what concerns adapters is imported where there is one: the start of a small merge is half of it
+    from milepost.jobs.lora import AdapterExport
+    from milepost.mapping.lora import LoraRun
 
 KEEP, MERGE = "keep", "merge"
 
@@ -25,22 +30,22 @@ KEEP, MERGE = "keep", "merge"
 class ModelOptions:
     """What a user says of a model; the defaults let the checkpoint and its config.json decide.
 
-    hf_model_path:       directory to take config and tokenizer from, instead of the checkpoint's own
-    is_value_model:      a critic, whatever class config.json names
-    tie_word_embedding:  output and input embedding are one tensor, whatever config.json says
-    allow_missing:       patterns of names that may be absent
-    part:                "policy" or "value", of a state dict that holds both
-    lora:                what becomes of a LoRA adapter: "keep" it beside the base model, "merge" it into the weights
-    lora_alpha:          its alpha, where no file says it
+    part:  "policy" or "value", of a state dict that holds both
     """
 
-    hf_model_path: Path | None = None
-    is_value_model: bool = False
-    tie_word_embedding: bool = False
-    allow_missing: tuple[str, ...] = ()
+    hf_model_path: Path | None = setting(  # noqa: RUF009  it is dataclasses.field
+        None, "Take config and tokenizer from this model directory."
+    )
+    is_value_model: bool = setting(
+        False, "A critic: its head becomes a token classification head.", flag="--is-value-model"
+    )
+    tie_word_embedding: bool = setting(
+        False, "Output and input embeddings are one tensor.", flag="--tie-word-embedding"
+    )
+    lora: str = setting(KEEP, "A LoRA adapter: keep (lora_adapter/, base model beside it) or merge into one.")
+    lora_alpha: float | None = setting(None, "The adapter's alpha, where no file says it.", flag="--lora-alpha")
+    allow_missing: tuple[str, ...] = setting((), "Tensors that may be missing.", flag="--allow-missing", metavar="GLOB")
     part: str | None = None
-    lora: str = KEEP
-    lora_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class HuggingFaceModel:
     config:      what config.json must say, element type not yet made true
     companions:  the directory whose small files travel with it
     notes:       what was decided on the way, one line each
-    updates:     what is added to which tensor on its way: an adapter that is merged
+    tokenizer:   the directory of the tokenizer, where the run left it in one of its own
+    updates:     what changes which tensor on its way: an adapter that is merged
     adapter:     an adapter that stays beside the model
     """
 
@@ -59,12 +65,17 @@ class HuggingFaceModel:
     config: Mapping[str, Any]
     companions: Path
     notes: tuple[str, ...]
+    tokenizer: Path | None = None
     updates: Mapping[str, Update] = field(default_factory=dict)
-    adapter: lora.AdapterExport | None = None
+    adapter: AdapterExport | None = None
 
     def comparable(self) -> TensorIndex:
         """All tensors of the export, those of an adapter with its directory in front of their names."""
-        return self.index if self.adapter is None else lora.beside(self.index, self.adapter.index)
+        if self.adapter is None:
+            return self.index
+        from milepost.jobs.lora import beside  # noqa: PLC0415
+
+        return beside(self.index, self.adapter.index)
 
 
 def prepare(directory: Path, backend: str = "auto", options: ModelOptions | None = None) -> HuggingFaceModel:
@@ -89,9 +100,12 @@ def prepare_to_compare(
 
 def open_reference(directory: Path) -> TensorIndex:
     """A Hugging Face model directory to compare with, and the adapter beside the model where it has one."""
+    from milepost.jobs.lora import ADAPTER_WEIGHTS, beside  # noqa: PLC0415
+    from milepost.jobs.lora_training import DIRECTORY  # noqa: PLC0415
+
     index = open_directory(directory, "huggingface")
-    path = directory / lora.DIRECTORY / lora.ADAPTER_WEIGHTS
-    return lora.beside(index, index.with_entries(read_safetensors(path))) if path.is_file() else index
+    path = directory / DIRECTORY / ADAPTER_WEIGHTS
+    return beside(index, index.with_entries(read_safetensors(path))) if path.is_file() else index
 
 
 def _prepare(
@@ -103,15 +117,22 @@ def _prepare(
     if options.tie_word_embedding:
         config["tie_word_embeddings"] = True
     family = FAMILIES.get(config.get("model_type", ""))
+    opened = open_directory(directory, backend)
     part = take_part(
-        names.strip_wrappers(open_directory(directory, backend).weights()),
+        names.strip_wrappers(opened.weights()),
         options.part,
         "model" if family is None else family.base,
     )
-    run = take_apart(part.index) if has_adapter(part.index) else None
+    run = None
     index, notes = part.index, part.notes
-    if run is not None:
-        run = _with_base(run, options, directory)
+    if opened.layout == MEGATRON:
+        from milepost.mapping.megatron import remarks  # noqa: PLC0415
+
+        notes = (*remarks(opened), *notes)
+    if has_adapter(part.index):
+        from milepost.mapping.lora import take_apart  # noqa: PLC0415
+
+        run = _with_base(take_apart(part.index), options, directory)
         replaced = run.base.with_entries({**run.base, **run.trained})
         index = replaced if options.lora == MERGE else run.base
         notes += run.notes
@@ -131,8 +152,11 @@ def _prepare(
         hint = f"{companions} may be the policy's; give the value model's own with --hf_model_path"
         raise type(error)(f"{error}\n{hint}") from None
     notes += mapped.notes
+    tokenizer = find_tokenizer(directory)
+    if tokenizer is not None:
+        notes += (f"the tokenizer is the run's own, {tokenizer}; config.json is that of {companions}",)
     model = HuggingFaceModel(
-        mapped.index.with_entries({**mapped.index, **part.beside}), mapped.config, companions, notes
+        mapped.index.with_entries({**mapped.index, **part.beside}), mapped.config, companions, notes, tokenizer
     )
     return model if run is None else _with_adapter(model, run, mapped, options, directory)
 
@@ -155,32 +179,20 @@ def _with_base(run: LoraRun, options: ModelOptions, directory: Path) -> LoraRun:
 def _with_adapter(
     model: HuggingFaceModel, run: LoraRun, mapped: names.Mapped, options: ModelOptions, directory: Path
 ) -> HuggingFaceModel:
-    training = lora.find_training((directory, model.companions), options.lora_alpha)
+    from milepost.jobs.lora import adapter_export  # noqa: PLC0415
+    from milepost.jobs.lora_merge import updates  # noqa: PLC0415
+    from milepost.jobs.lora_training import DIRECTORY, find_training  # noqa: PLC0415
+
+    training = find_training((directory, model.companions), options.lora_alpha)
     adapted, whole = len(run.adapter.modules), len(run.adapter.whole)
     count = f"{adapted} modules" + (f" and {whole} trained whole" if whole else "")
     notes = (*model.notes, *training.notes)
     if options.lora == MERGE:
-        updates = lora.updates(run.adapter, training, mapped)
-        return replace(model, updates=updates, notes=(*notes, f"merged the LoRA adapter of {count} into the weights"))
-    adapter = lora.adapter_export(run.adapter, run.base, training, mapped.config)
-    note = f"the LoRA adapter of {count} goes to {lora.DIRECTORY}/ beside its base; --lora merge makes them one"
+        changes = updates(run.adapter, training, mapped)
+        return replace(model, updates=changes, notes=(*notes, f"merged the LoRA adapter of {count} into the weights"))
+    adapter = adapter_export(run, training, mapped)
+    note = f"the LoRA adapter of {count} goes to {DIRECTORY}/ beside its base; --lora merge makes them one"
     return replace(model, adapter=adapter, notes=(*notes, note))
-
-
-def companions_of(role_directory: Path, hf_model_path: Path | None = None) -> Path:
-    """The directory with config.json and tokenizer: the one given, else the checkpoint's own. NotFoundError if none."""
-    if hf_model_path is not None:
-        if not (hf_model_path / CONFIG).is_file():
-            raise NotFoundError(
-                f"{hf_model_path}: has no {CONFIG}; --hf_model_path takes a Hugging Face model directory"
-            )
-        return hf_model_path
-    found = find_companions(role_directory)
-    if found is None:
-        raise NotFoundError(
-            f"{role_directory}: no {CONFIG} in it or in huggingface/; give the model's directory with --hf_model_path"
-        )
-    return found
 
 
 def under_cast(index: TensorIndex, dtype: str) -> TensorIndex:

@@ -80,6 +80,8 @@ class DcpLayout:
         parts = top_parts(paths)
         if "train_state" in parts and any(len(path) == 1 for path in paths.values()):
             return f"a step of torchtitan: model, {', '.join(parts)}"
+        if not parts and "tok_embeddings.weight" in paths:
+            return "a model of torchtitan"
         return "a torch DCP folder" + (f" of {', '.join(parts)}" if parts else " of plain tensors")
 
 
@@ -88,7 +90,7 @@ def archives(index: TensorIndex) -> Iterator[Span]:
     for directory in dict.fromkeys(path.parent for path in index.files if path.name.endswith(".metadata")):
         contents = read_contents(directory)
         tensors = (span for stored in contents.tensors.values() for span in stored.spans)
-        yield from (*tensors, *contents.objects.values())
+        yield from (*tensors, *contents.objects.values(), *(copy for *_, copy in contents.replicas))
 
 
 def _holds(directory: Path) -> bool:

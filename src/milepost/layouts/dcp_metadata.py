@@ -96,6 +96,7 @@ class Contents:
     metadata:          the files that say so
     data:              the files of the parts
     world_size:        number of ranks that wrote
+    replicas:          further copies of a box: key, box, the span that is taken, the other
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -104,6 +105,7 @@ class Contents:
     metadata: tuple[Path, ...]
     data: tuple[Path, ...]
     world_size: int
+    replicas: tuple[tuple[str, Box, Span, Span], ...] = ()
 
 
 def holds_dcp(directory: Path) -> bool:
@@ -131,7 +133,15 @@ def read_contents(directory: Path) -> Contents:
             raise type(error)(f"{path}: {error}") from None
     data = _check_files(directory, table.spans())
     ranks = {int(m[1]) for m in map(_RANK_DATA.fullmatch, (path.name for path in data)) if m}
-    return Contents(table.tensors(), table.objects, table.paths, tuple(files), data, max(ranks, default=0) + 1)
+    return Contents(
+        table.tensors(),
+        table.objects,
+        table.paths,
+        tuple(files),
+        data,
+        max(ranks, default=0) + 1,
+        tuple(table.replicas),
+    )
 
 
 @dataclass
@@ -142,11 +152,13 @@ class _Table:
     parts: dict[str, dict[Box, Span]] = field(default_factory=dict)
     objects: dict[str, Span] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
+    replicas: list[tuple[str, Box, Span, Span]] = field(default_factory=list)
 
     def spans(self) -> Iterator[Span]:
         for parts in self.parts.values():
             yield from parts.values()
         yield from self.objects.values()
+        yield from (span for *_, span in self.replicas)
 
     def tensors(self) -> dict[str, StoredTensor]:
         stored = {}
@@ -208,7 +220,9 @@ def _read_tensor(key: str, what: Record, stored: Mapping[tuple[str, Shape | None
         if span is None:
             raise IncompleteError(f"{key}: no file is named for its part {box}")
         # Replicas hold the same box: each counts once.
-        parts.setdefault(box, span)
+        kept = parts.setdefault(box, span)
+        if kept != span:
+            table.replicas.append((key, box, kept, span))
 
 
 def _storage(value: Any, directory: Path) -> dict[tuple[str, Shape | None], Span]:
@@ -227,7 +241,7 @@ def _storage(value: Any, directory: Path) -> dict[tuple[str, Shape | None], Span
                 "writer can undo; save it again without extensions"
             )
         name = info.field("relative_path")
-        if name not in places:
+        if not isinstance(name, str) or name not in places:
             places[name] = _inside(directory, name)
         stored[key, None if offset is None else ints(offset)] = Span(places[name], start, length)
     return stored
@@ -236,7 +250,8 @@ def _storage(value: Any, directory: Path) -> dict[tuple[str, Shape | None], Span
 def _inside(directory: Path, name: Any) -> Path:
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
-        raise RefusedError(f"{directory}: its {METADATA} names {str(name)[:100]!a}, which is no file of this folder")
+        named = ascii(name[:100]) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise RefusedError(f"{directory}: its {METADATA} names {named}, which is no file of this folder")
     return directory.joinpath(*parts)
 
 

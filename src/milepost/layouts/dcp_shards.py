@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,13 @@ def holds_shards(directory: Path) -> bool:
 
 def read_shards(directory: Path) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
     """Entries by name, and the files. Raises IncompleteError where parts, or ranks before the last, are missing."""
-    files = sorted(path for path in directory.iterdir() if _SHARD.fullmatch(path.name))
+    files = _files(directory)
     parts: dict[str, dict[Box, Chunk]] = {}
     dtypes: dict[str, str] = {}
-    for path in files:
-        offsets = _offsets(path)
-        for name, entry in read_safetensors(path).items():
-            begin = offsets.get(name)
-            if begin is None or len(begin) != len(entry.shape) or not all(type(n) is int and n >= 0 for n in begin):
-                raise DamagedError(f"{path}: {name} does not say where in its tensor it begins")
-            if dtypes.setdefault(name, entry.dtype) != entry.dtype:
-                raise DamagedError(f"{path}: {name} is {entry.dtype}, {dtypes[name]} in another shard")
-            box = Box(tuple(begin), entry.shape)
-            parts.setdefault(name, {}).setdefault(box, Chunk(box, entry.chunks[0].source))
+    for name, dtype, chunk in _parts(files):
+        if dtypes.setdefault(name, dtype) != dtype:
+            raise DamagedError(f"{chunk.source.file}: {name} is {dtype}, {dtypes[name]} in another shard")
+        parts.setdefault(name, {}).setdefault(chunk.box, chunk)
     entries = {}
     for name, chunks in parts.items():
         dims = range(len(next(iter(chunks)).sizes))
@@ -57,6 +52,30 @@ def read_shards(directory: Path) -> tuple[dict[str, TensorEntry], tuple[Path, ..
         except IncompleteError as error:
             raise IncompleteError(f"{directory}: {error}; a rank's shard is missing") from None
     return entries, tuple(files)
+
+
+def replicas(directory: Path) -> Iterator[tuple[str, str, Chunk, Chunk]]:
+    """Further copies of a part: name, element type, the chunk that `read_shards` takes, the other."""
+    first: dict[tuple[str, Box], Chunk] = {}
+    for name, dtype, chunk in _parts(_files(directory)):
+        kept = first.setdefault((name, chunk.box), chunk)
+        if kept is not chunk and chunk.box.volume:
+            yield name, dtype, kept, chunk
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if _SHARD.fullmatch(path.name))
+
+
+def _parts(files: Iterable[Path]) -> Iterator[tuple[str, str, Chunk]]:
+    """Name, element type and chunk of each part."""
+    for path in files:
+        offsets = _offsets(path)
+        for name, entry in read_safetensors(path).items():
+            begin = offsets.get(name)
+            if begin is None or len(begin) != len(entry.shape) or not all(type(n) is int and n >= 0 for n in begin):
+                raise DamagedError(f"{path}: {name} does not say where in its tensor it begins")
+            yield name, entry.dtype, Chunk(Box(tuple(begin), entry.shape), entry.chunks[0].source)
 
 
 def _offsets(path: Path) -> dict[str, Any]:

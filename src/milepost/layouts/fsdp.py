@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError, MismatchError, NotFoundError
-from milepost.index import TensorIndex
-from milepost.layouts.join import join_ranks, state_dict
-from milepost.layouts.moments import read_moments
+from milepost.index import TensorEntry, TensorIndex
+from milepost.layouts.cache import IndexCache
+from milepost.layouts.join import RankFiles, join_ranks, state_dict
+from milepost.layouts.moments import param_groups, read_moments
 from milepost.layouts.torchfile import TorchFile
 from milepost.wording import ranges
 
@@ -54,20 +55,30 @@ class FsdpLayout:
         """The index of a role directory: weights by their names in the files, moments as `optim/<weight>/<moment>`."""
         world_size, kinds = _present(directory)
         paths = {kind: [directory / rank_file(kind, world_size, r) for r in range(world_size)] for kind in kinds}
-        models = [TorchFile(path) for path in paths["model"]]
-        entries = join_ranks(models, lambda file: state_dict(file).items())
-        objects = _Objects(world_size, paths.get("extra_state"))
-        unread: tuple[str, ...] = ()
-        if "optim" in kinds:
-            try:
-                moments, groups = read_moments([TorchFile(path) for path in paths["optim"]], models[0], entries)
-            except MismatchError as error:
-                unread = (f"optimizer moments: {error}",)
-            else:
-                entries |= moments
-                objects.param_groups = groups
+        optimizer = paths.get("optim", [])
+        cache = IndexCache([*paths["model"], *optimizer])
+        kept = cache.read()
+        if kept is None:
+            entries, facts = _read(paths["model"], optimizer)
+            cache.write(entries, facts)
+        else:
+            entries, facts = kept.entries, kept.facts
+        objects = _Objects(optimizer[0] if facts["groups"] else None, paths.get("extra_state"))
         files = tuple(path for group in paths.values() for path in group)
-        return TensorIndex(entries, self.name, files, world_size, objects, unread)
+        return TensorIndex(entries, self.name, files, world_size, objects, tuple(facts["unread"]))
+
+
+def _read(models: list[Path], optimizer: list[Path]) -> tuple[dict[str, TensorEntry], Mapping[str, Any]]:
+    """Entries, and whether the optimizer's files have groups of hyperparameters and what could not be read."""
+    files = RankFiles(models)
+    entries = join_ranks(files, lambda file: state_dict(file).items())
+    if not optimizer:
+        return entries, {"groups": False, "unread": []}
+    try:
+        moments, groups = read_moments(RankFiles(optimizer), files, entries)
+    except MismatchError as error:
+        return entries, {"groups": False, "unread": [f"optimizer moments: {error}"]}
+    return entries | moments, {"groups": groups is not None, "unread": []}
 
 
 def missing_files(directory: Path) -> list[str]:
@@ -128,10 +139,13 @@ def _present(directory: Path) -> tuple[int, list[str]]:
 
 
 class _Objects(Mapping[str, Any]):
-    """Schedulers, RNG and hyperparameters; the extra-state files are read when first asked for."""
+    """Schedulers, RNG and hyperparameters; their files are read when first asked for.
 
-    def __init__(self, world_size: int, extra: list[Path] | None) -> None:
-        self.param_groups: list[dict[str, Any]] | None = None
+    optimizer:  the optimizer's file of rank 0, if it has groups
+    """
+
+    def __init__(self, optimizer: Path | None, extra: list[Path] | None) -> None:
+        self._optimizer = optimizer
         self._extra = extra or []
         self._states: list[dict[str, Any]] | None = None
 
@@ -142,7 +156,7 @@ class _Objects(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key == "param_groups":
-            return self.param_groups
+            return None if self._optimizer is None else param_groups(TorchFile(self._optimizer))
         if key == "scheduler":
             return self._ranks()[0].get("lr_scheduler") if self._ranks() else None
         if key == "rng":

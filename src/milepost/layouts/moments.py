@@ -1,23 +1,26 @@
 """Moments in the optimizer's files of the FSDP layout: which weight each belongs to, where the files tell.
 
-Four forms are read:
+Five forms are read:
 
     by name           FSDP.optim_state_dict(...): `state` has a weight's name for each key
     flattened         torch's get_optimizer_state_dict, flattened: keys `state.<weight>.<moment>`
     by number, named  optimizer.state_dict() of an optimizer that was given named parameters: `param_names`
     by number         the same without names (verl): the order of the model, where the counts agree
 
-FSDP1 gives its optimizer one flat run of each FlatParameter, or of each weight with `use_orig_params`, and a plain
+    flat, by number       FSDP1 with `use_orig_params`: a flat run of each weight (`layouts.flat_moments`)
+
+FSDP1 without `use_orig_params` gives its optimizer one flat run of each FlatParameter, and a plain
 `optimizer.state_dict()` of it says neither which weights a run is made of nor where they begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from milepost.errors import DamagedError, MismatchError
 from milepost.index import OPTIMIZER_PREFIX, TensorEntry, moment_name
+from milepost.layouts.flat_moments import is_flat, read_flat
 from milepost.layouts.join import join_ranks, rank_part, state_dict
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
@@ -27,12 +30,12 @@ _FLATTENED = ("state.", "param_groups.")
 
 
 def read_moments(
-    files: list[TorchFile], model: TorchFile, weights: Mapping[str, TensorEntry]
+    files: Sequence[TorchFile], models: Sequence[TorchFile], weights: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[dict[str, Any]] | None]:
     """The moments as entries `optim/<weight>/<moment>`, and the hyperparameters of the groups where the files have any.
 
     files:    the optimizer's file of each rank
-    model:    the model's file of rank 0, which has the order of the weights
+    models:   the model's file of each rank; that of rank 0 has the order of the weights
     weights:  the entries of all weights
 
     Raises MismatchError where the files are good and do not tell whose moments they hold, DamagedError where they are
@@ -42,11 +45,14 @@ def read_moments(
         entries = join_ranks(files, lambda file: _flattened(file, weights))
         groups = None
     else:
-        names = _parameter_names(files[0], weights, _sharded_names(model))
-        for file in files:
-            _refuse_flat(file, names, weights)
-        entries = join_ranks(files, lambda file: _moments(file, names))
-        groups = _param_groups(files[0])
+        sharded = _sharded_names(models[0])
+        numbers = _numbers(files[0])
+        if numbers and sharded and is_flat(_field(files[0], "state", dict)):
+            entries = read_flat(files, models, numbers, weights, sharded)
+        else:
+            names = _parameter_names(files[0], weights, sharded)
+            entries = join_ranks(files, lambda file: _moments(file, names, weights))
+        groups = param_groups(files[0])
     _check_shapes(entries, weights)
     return entries, groups
 
@@ -82,6 +88,17 @@ def _sharded_names(model: TorchFile) -> list[str]:
                 seen.add(key)
                 names.append(name)
     return names
+
+
+def _numbers(optimizer: TorchFile) -> list[int] | None:
+    """The parameters of an optimizer of one group that numbers them and has no names."""
+    groups = _field(optimizer, "param_groups", list)
+    if len(groups) != 1 or not isinstance(groups[0], dict) or "param_names" in groups[0]:
+        return None
+    keys = groups[0].get("params")
+    if not isinstance(keys, list) or not all(type(key) is int for key in keys) or len(set(keys)) < len(keys):
+        return None
+    return keys
 
 
 def _parameter_names(
@@ -126,7 +143,10 @@ def _refuse_flat(file: TorchFile, names: Mapping[int | str, str], weights: Mappi
                 )
 
 
-def _moments(file: TorchFile, names: Mapping[int | str, str]) -> Iterator[tuple[str, Any]]:
+def _moments(
+    file: TorchFile, names: Mapping[int | str, str], weights: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, Any]]:
+    _refuse_flat(file, names, weights)
     for key, state in _field(file, "state", dict).items():
         if key not in names or not isinstance(state, dict):
             raise DamagedError(f"{file.path}: a state of parameter {key}, which no group holds")
@@ -146,7 +166,7 @@ def _check_shapes(moments: Mapping[str, TensorEntry], weights: Mapping[str, Tens
             )
 
 
-def _param_groups(file: TorchFile) -> list[dict[str, Any]]:
+def param_groups(file: TorchFile) -> list[dict[str, Any]]:
     """Hyperparameters of the groups, without the parameters they hold."""
     groups: list[dict[str, Any]] = file.plain(_field(file, "param_groups", list))
     return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]

@@ -26,6 +26,7 @@ from milepost.layouts import pickles
 from milepost.layouts.pickles import TensorRef
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_UTF8_NAME = 0x800  # flag of a record
 _BLOCK = 1 << 20  # bytes
 _MALFORMED = (
     zipfile.BadZipFile,
@@ -69,7 +70,8 @@ class TorchFile:
             with path.open("rb", buffering=0) as file:
                 start, length = span or (0, os.fstat(file.fileno()).st_size)
                 with zipfile.ZipFile(_Part(file.fileno(), start, length)) as archive:
-                    self._read_directory(file.fileno(), archive.infolist(), start, length)
+                    # records end where the directory begins
+                    self._read_directory(file.fileno(), archive.infolist(), start, min(length, archive.start_dir))
                 self.root = pickles.load(self._read_record(file.fileno(), "data.pkl"), where)
         except FileNotFoundError:
             raise NotFoundError(f"{path}: no such file") from None
@@ -86,17 +88,26 @@ class TorchFile:
             header = base + info.header_offset
             if not base <= header <= end:
                 raise DamagedError(f"{self.path}: record {info.filename} begins outside the file")
-            magic, name_length, extra_length = _LOCAL_HEADER.unpack(os.pread(fd, 30, header))
+            written = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8_NAME else "cp437")
+            head = os.pread(fd, 30 + len(written), header)
+            magic, name_length, extra_length = _LOCAL_HEADER.unpack(head[:30])
             start = header + 30 + name_length + extra_length
             if magic != b"PK\x03\x04" or start + info.file_size > end:
                 raise DamagedError(f"{self.path}: record {info.filename} reaches outside the file")
+            if name_length != len(written) or head[30:] != written:  # readers differ in which of the two they believe
+                raise DamagedError(f"{self.path}: record {info.filename} has another name before its bytes")
             # Names are `<archive name>/<record>`; the archive's own name means nothing.
             name = info.filename.partition("/")[2]
             if name in self._records:
                 raise DamagedError(f"{self.path}: holds record {info.filename} twice")
             self._records[name] = ZipRecord(name, start, info.file_size, info.CRC)
+        reached = 0
+        for record in sorted(self._records.values(), key=lambda record: (record.start, record.size)):
+            if record.start < reached:
+                raise DamagedError(f"{self.path}: record {record.name} begins inside another")
+            reached = record.start + record.size
         byteorder = self._records.get("byteorder")
-        if byteorder is not None and os.pread(fd, byteorder.size, byteorder.start) != b"little":
+        if byteorder is not None and os.pread(fd, min(byteorder.size, 16), byteorder.start) != b"little":
             raise DamagedError(f"{self.path}: written on a big-endian machine, which milepost does not read")
 
     def _read_record(self, fd: int, name: str) -> bytes:
@@ -111,9 +122,16 @@ class TorchFile:
         """Every record of the archive, for checks of their CRC-32."""
         yield from self._records.values()
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the archive notes CRC-32s; `torch.serialization.set_crc32_options(False)` leaves zeros instead."""
+        return any(record.crc32 for record in self._records.values())
+
     def bad_records(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
-        """Names of records whose bytes do not have the CRC-32 that the archive notes. Reads the whole file; `progress`
-        is called with the number of bytes just read."""
+        """Names of records whose bytes do not have the CRC-32 that the archive notes; none where it notes none. Reads
+        the whole file; `progress` is called with the number of bytes just read."""
+        if not self.has_checksums:
+            return
         with self.path.open("rb", buffering=0) as file:
             for record in self._records.values():
                 crc = 0
@@ -125,21 +143,33 @@ class TorchFile:
                 if crc != record.crc32:
                     yield record.name
 
+    def checksum(self, ref: TensorRef) -> tuple[int, int] | None:
+        """CRC-32 and size in bytes of the record that a tensor lies in, as the archive notes them."""
+        record = self._records.get(f"data/{ref.storage.key}")
+        return None if record is None else (record.crc32, record.size)
+
     def chunk(self, ref: TensorRef, offsets: tuple[int, ...] | None = None) -> Chunk:
         """The bytes of a tensor as the chunk of a larger one that begins at `offsets` (default: its corner)."""
-        size = itemsize(ref.dtype)
         box = Box(offsets or (0,) * len(ref.shape), ref.shape)
-        chunk = Chunk(box, ByteSource(str(self.path), 0, ref.strides))
-        if not box.volume:
-            return chunk
+        return Chunk(box, ByteSource(str(self.path), self.start(ref), ref.strides))
+
+    def start(self, ref: TensorRef) -> int:
+        """Byte offset of a tensor's first element, 0 for an empty tensor. DamagedError where it is not all there."""
+        volume, last = 1, 0
+        for length, stride in zip(ref.shape, ref.strides, strict=True):
+            volume *= length
+            last += (length - 1) * stride
+        if not volume:
+            return 0
+        size = itemsize(ref.dtype)
         record = self._records.get(f"data/{ref.storage.key}")
-        if record is None or (ref.offset + chunk.span()) * size > record.size:
+        if record is None or (ref.offset + last + 1) * size > record.size:
             raise DamagedError(
                 f"{self.path}: a tensor of shape {list(ref.shape)} reaches outside storage {ref.storage.key}"
             )
-        if box.volume * size > max(record.size, _EXPANDED_LIMIT):
+        if volume * size > max(record.size, _EXPANDED_LIMIT):
             raise RefusedError(f"{self.path}: a tensor of shape {list(ref.shape)} made of {record.size} bytes")
-        return Chunk(box, ByteSource(str(self.path), record.start + ref.offset * size, ref.strides))
+        return record.start + ref.offset * size
 
     def entry(self, ref: TensorRef) -> TensorEntry:
         """A tensor of its own."""

@@ -4,6 +4,7 @@ bring a checkpoint's names there."""
 from milepost.mapping.architectures import Architecture, Config, expected
 from milepost.mapping.families import FAMILIES
 from milepost.mapping.heads import infer_head, value_head_config
+from milepost.mapping.live import to_live_form
 from milepost.mapping.names import (
     Mapped,
     check,
@@ -32,6 +33,7 @@ __all__ = [
     "strip_wrappers",
     "ties",
     "to_huggingface",
+    "to_live_form",
     "to_saved_form",
     "untie",
     "value_head_config",

@@ -1,23 +1,26 @@
 """Edits that make the names of an index Hugging Face's, and the check that they are.
 
-In this order: `strip_wrappers`, `to_saved_form`, `drop_ignored`, `untie`, `check`; `to_huggingface` does them all.
+In this order: `strip_wrappers`, `titan.from_native`, `megatron.from_megatron`, `to_saved_form`, `drop_ignored`,
+`untie`, `check`; `to_huggingface` does them all.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from milepost.edits import narrow, rename, select
 from milepost.errors import IncompleteError, MismatchError
-from milepost.index import OPTIMIZER_PREFIX, TensorEntry, TensorIndex, moment_name
+from milepost.index import TensorEntry, TensorIndex
 from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.dialects import speaks_megatron, speaks_titan
 from milepost.mapping.equality import require_equal
 from milepost.mapping.heads import infer_head
+from milepost.mapping.moments import joined, renamed, split
 from milepost.mapping.nested import TEXT, layers_of, says_tied, tower_of, towers
 from milepost.mapping.rules import TOKEN_CLASSIFICATION
 
@@ -67,8 +70,18 @@ def to_huggingface(
 
     Raises MismatchError or IncompleteError where the checkpoint does not hold exactly what its config asks for.
     """
-    notes = []
     index = strip_wrappers(index)
+    notes: list[str] = []
+    if speaks_titan(index):
+        from milepost.mapping.titan import from_native  # noqa: PLC0415  its tables take long to build
+
+        index, said = from_native(index, config)
+        notes += said
+    if speaks_megatron(index):
+        from milepost.mapping.megatron import from_megatron  # noqa: PLC0415  the same
+
+        index, heard = from_megatron(index, config, is_value_model=is_value_model)
+        notes += heard
     true_config = infer_head(index, config, is_value_model, value_head)
     if true_config != config:
         notes.append(f"a value model: config.json now says {true_config['architectures'][0]}")
@@ -96,16 +109,16 @@ def strip_wrappers(index: TensorIndex) -> TensorIndex:
             del parts[0]
         return ".".join(parts)
 
-    return rename(index, lambda name: _renamed(name, strip))
+    return rename(index, lambda name: renamed(name, strip))
 
 
 def to_saved_form(index: TensorIndex, architecture: Architecture) -> TensorIndex:
     """What transformers 5 holds otherwise in memory than in its files, in the form of the files: stacked experts cut
     apart, tensors renamed. What already has the form of the files stays as it is."""
-    index = rename(index, lambda name: _renamed(name, lambda weight: architecture.renamed.get(weight, weight)))
+    index = rename(index, lambda name: renamed(name, lambda weight: architecture.renamed.get(weight, weight)))
     entries: dict[str, TensorEntry] = {}
     for name, entry in index.items():
-        weight, moment = _split(name)
+        weight, moment = split(name)
         experts = architecture.fused.get(weight)
         pieces = {name: entry} if experts is None else _unfuse(name, entry, experts, moment)
         clash = next((piece for piece in pieces if piece in entries), None)
@@ -118,7 +131,7 @@ def to_saved_form(index: TensorIndex, architecture: Architecture) -> TensorIndex
 def _unfuse(
     name: str, entry: TensorEntry, experts: tuple[tuple[str, ...], ...], moment: str | None
 ) -> dict[str, TensorEntry]:
-    names = [[part if moment is None else moment_name(part, moment) for part in parts] for parts in experts]
+    names = [[joined(part, moment) for part in parts] for parts in experts]
     if not entry.shape:  # the step count of an optimizer: one for all experts
         return {part: entry for parts in names for part in parts}
     rows, rest = divmod(entry.shape[1], len(experts[0])) if len(entry.shape) == 3 else (0, 1)
@@ -178,10 +191,10 @@ def untie(index: TensorIndex, tied: Mapping[str, str]) -> TensorIndex:
     Raises MismatchError where two tensors that should be one differ.
     """
     entries: dict[str, TensorEntry] = {}
-    aliases = [name for name in index if _split(name)[0] in tied]
+    aliases = [name for name in index if split(name)[0] in tied]
     for name in [*(name for name in index if name not in set(aliases)), *aliases]:
         entry = index[name]
-        original = _renamed(name, lambda weight: tied.get(weight, weight))
+        original = renamed(name, lambda weight: tied.get(weight, weight))
         if original in entries:
             kept = index.get(original)
             if entry.alias_of != original and (kept is None or kept.alias_of != name):
@@ -251,20 +264,6 @@ def check_layers(index: TensorIndex, config: Config) -> str:
     if not checked:
         return f"{kind} is unknown to milepost: whether all tensors are there was not checked"
     return f"{kind} is unknown to milepost: only the presence of its {' and '.join(checked)} was checked"
-
-
-def _split(name: str) -> tuple[str, str | None]:
-    """A name as (weight, moment); no moment for a weight."""
-    if not name.startswith(OPTIMIZER_PREFIX):
-        return name, None
-    weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
-    return weight, moment
-
-
-def _renamed(name: str, change: Callable[[str], str]) -> str:
-    """A weight's name put through `change`, also inside the name of a moment."""
-    weight, moment = _split(name)
-    return change(weight) if moment is None else moment_name(change(weight), moment)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

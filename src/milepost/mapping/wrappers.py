@@ -41,6 +41,11 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
+def has_adapter(index: TensorIndex) -> bool:
+    """Whether a state dict holds an adapter of PEFT's (`milepost.mapping.lora`)."""
+    return any(".lora_" in name or ".modules_to_save." in name for name in index)
+
+
 def take_part(index: TensorIndex, part: str | None, base: str = "model") -> Part:
     """The policy or the value model of a state dict that holds both; the whole of one that holds one model.
 
@@ -124,7 +129,10 @@ def _of_value_head(index: TensorIndex, part: str, base: str) -> Part:
         return Part(model, notes=(f"left out, as the policy needs no value head: {len(head)} {HEAD}.* tensors",))
     if not head:
         raise CallError(f"--role {part}: the checkpoint holds no {HEAD}.*")
-    note = f"the value head stays beside the model as {HEAD}.*, which TRL's AutoModelForCausalLMWithValueHead loads"
+    note = (
+        f"the value head stays beside the model as {HEAD}.*, which TRL's AutoModelForCausalLMWithValueHead loads; it "
+        "takes a local directory only where all weights are one file (--max_shard_size)"
+    )
     return Part(model, head, (note,))
 
 

@@ -29,12 +29,14 @@ from transformers import (
 )
 
 from milepost.checkpoint.live import LiveSink
-from milepost.engines.base import LiveTensor
-from milepost.engines.fsdp import FsdpEngine, OptimizerSettings, Sharding, materialise, shard
+from milepost.engines.base import Engine, LiveTensor
+from milepost.engines.fsdp import FsdpEngine, Sharding, materialise, shard
+from milepost.engines.optim import OptimizerSettings
 from milepost.errors import CallError, IncompleteError, MismatchError, NotFoundError
 from milepost.index import OPTIMIZER_PREFIX, TensorEntry
 from milepost.layouts import open_directory
-from milepost.layouts.huggingface import CONFIG
+from milepost.layouts.huggingface import CONFIG, read_config
+from milepost.mapping import to_live_form
 from milepost.trainer.rollout import SpecialTokens
 from milepost.transfer import execute, plan
 
@@ -73,14 +75,7 @@ def load_policy(
     seed: int,
 ) -> FsdpEngine:
     """A causal language model; frozen where `optimizer` is None. `dtype` is that of the sharded weights."""
-    config = read_model_config(source)
-    with _WeightsOnMeta():
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=source.trust_remote_code
-        )
-    # transformers fills what a call to `generate` leaves open from here: a repetition penalty that a chat model brings
-    # along would make the sampled distribution another one than the log-probs are computed for.
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    model = policy_on_meta(source, dtype)
     if optimizer is None:
         model.requires_grad_(requires_grad=False)
     return _finish(model, source, mesh, device, sharding, optimizer, seed, None)
@@ -98,6 +93,25 @@ def load_critic(
 ) -> FsdpEngine:
     """A token classifier with one label on the same backbone, as verl has it. A head that the directory lacks is made
     from `seed`."""
+    model = critic_on_meta(source, dtype)
+    return _finish(model, source, mesh, device, sharding, optimizer, seed, model.config.to_json_string())
+
+
+def policy_on_meta(source: ModelSource, dtype: torch.dtype) -> Any:
+    """A causal language model whose weights have no memory."""
+    config = read_model_config(source)
+    with _WeightsOnMeta():
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=source.trust_remote_code
+        )
+    # transformers fills what a call to `generate` leaves open from here: a repetition penalty that a chat model brings
+    # along would make the sampled distribution another one than the log-probs are computed for.
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    return model
+
+
+def critic_on_meta(source: ModelSource, dtype: torch.dtype) -> Any:
+    """A token classifier with one label, on the backbone of a causal language model. Its weights have no memory."""
     config = read_model_config(source)
     config.num_labels = 1
     config.classifier_dropout = 0.0  # a value is a number, and noise in it is noise in every advantage
@@ -105,8 +119,8 @@ def load_critic(
         model = AutoModelForTokenClassification.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=source.trust_remote_code
         )
-    config.architectures = [type(model).__name__]
-    return _finish(model, source, mesh, device, sharding, optimizer, seed, config.to_json_string())
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
 def read_model_config(source: ModelSource) -> Any:
@@ -200,18 +214,19 @@ def _finish(
     config_text: str | None,
 ) -> FsdpEngine:
     """Shard a model without memory, give it memory, and fill it from its directory."""
-    aliases = _aliases(model)
+    aliases = tied_names(model)
     shard(model, mesh, sharding)
     materialise(model, device)
     engine = FsdpEngine(
         model, mesh, optimizer=optimizer, seed=seed, companions=source.directory, config_text=config_text
     )
-    fill_from_directory(engine, source.directory, aliases, seed)
+    fill_from_directory(engine, model, source.directory, aliases, seed)
+    engine.finish_load()
     model.eval()
     return engine
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Other names of tied weights, to the first name of each."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -223,25 +238,35 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def fill_from_directory(engine: FsdpEngine, directory: Path, aliases: Mapping[str, str], seed: int) -> None:
+def fill_from_directory(
+    engine: Engine, model: Any, directory: Path, aliases: Mapping[str, str], seed: int, prefix: str = ""
+) -> None:
     """Write the weights of a Hugging Face directory into an engine's boxes, and make a head that the directory lacks.
+    `engine.finish_load` is left to the caller.
+
+    Args:
+        model: the Hugging Face model: the engine's, or the part of it whose weights' names begin with `prefix`.
+        aliases: the model's other names of tied weights, to the first name of each.
 
     Raises MismatchError where shapes differ or the directory holds weights of another architecture, IncompleteError
     where it lacks some.
     """
-    index = open_directory(directory, "huggingface")
+    live = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in engine.tensors().items()
+        if name.startswith(prefix) and not name.startswith(OPTIMIZER_PREFIX)
+    }
+    index = to_live_form(open_directory(directory, "huggingface"), read_config(directory), {*live, *aliases})
     entries = {name: entry for name, entry in index.entries.items() if name not in aliases}
     for alias, name in aliases.items():
         if name not in entries and alias in index.entries:
             entries[name] = index.entries[alias]
-    live = {name: tensor for name, tensor in engine.tensors().items() if not name.startswith(OPTIMIZER_PREFIX)}
-    head = _head(engine.model, live, entries)
-    _check(engine.model, directory, live, entries, head)
+    head = _head(model, live, entries)
+    _check(model, directory, live, entries, head)
     for name in head:
-        _make_head(name, live[name], engine.model, seed)
+        _make_head(name, live[name], model, seed)
     sink = LiveSink({name: tensor for name, tensor in live.items() if name not in head})
     execute(plan(index.with_entries(entries), sink.wanted(), _WINDOW_BYTES), sink)
-    engine.finish_load()
 
 
 def _head(model: Any, live: Mapping[str, LiveTensor], entries: Mapping[str, TensorEntry]) -> set[str]:
