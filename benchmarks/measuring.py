@@ -1,4 +1,8 @@
-"""Running commands side by side: wall time, CPU, memory of the whole process tree, bytes read and written."""
+"""Running commands side by side: wall time, CPU, memory of the whole process tree, bytes read and written.
+
+Commands run as an installed program does: with compiled modules (the environment's PYTHONDONTWRITEBYTECODE is dropped,
+and a first round, which is not counted, compiles them).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _SAMPLE_SECONDS = 0.005
@@ -24,67 +29,104 @@ class Sample:
     wall, cpu:    seconds; cpu of the process and its children
     peak_rss:     largest resident memory of the tree, bytes, mapped files included
     peak_anon:    largest anonymous and shared memory of the tree, bytes
+    read, wrote:  bytes that passed through its calls (0 where the system does not tell)
+    flush:        seconds that it then took to flush what it left behind to disk; 0 where nothing was to be flushed
     """
 
     wall: float
     cpu: float
     peak_rss: int
     peak_anon: int
+    read: int = 0
+    wrote: int = 0
+    flush: float = 0.0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One side of a comparison: its name, its command, and what clears the way before each run."""
+    """One side of a comparison: its name, its command, what clears the way before each run, and where it writes."""
 
     name: str
     command: Sequence[str]
     before: Callable[[], None]
+    output: Path | None = None
 
 
 def run(command: Sequence[str], *, limit_seconds: float = 1800) -> Sample:
     """Run a command to its end and measure it. Raises CalledProcessError, with its stderr shown, where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     begun = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment) as process,
+    ):
         watch = _MemoryWatch(process.pid)
+        late = threading.Timer(limit_seconds, process.kill)
+        late.start()
         try:
-            _, stderr = process.communicate(timeout=limit_seconds)
+            # Ended and not yet reaped: its counters, and those of its children, can still be read.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            wall = time.perf_counter() - begun
+            counters = _counters(process.pid)
         except BaseException:
             process.kill()
             raise
-        wall = time.perf_counter() - begun
-        watch.stop()
+        finally:
+            late.cancel()
+            watch.stop()
+            process.wait()
+        stderr.seek(0)
+        said = stderr.read()
     if process.returncode:
-        sys.stderr.write(stderr)
+        sys.stderr.write(said)
         raise subprocess.CalledProcessError(process.returncode, command)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
-    return Sample(wall, cpu, watch.peak_rss, watch.peak_anon)
+    return Sample(wall, cpu, watch.peak_rss, watch.peak_anon, counters.get("rchar", 0), counters.get("wchar", 0))
 
 
 def alternate(contenders: Sequence[Contender], rounds: int) -> dict[str, list[Sample]]:
-    """Run all contenders in turn, `rounds` times: A B C A B C ..."""
+    """Run all contenders in turn, `rounds` times: A B C A B C ...; a round before them is not counted."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    for number in range(rounds):
+    for number in range(rounds + 1):
         for contender in contenders:
             contender.before()
             os.sync()
-            samples[contender.name].append(run(contender.command))
-            last = samples[contender.name][-1]
-            print(f"  round {number + 1}  {contender.name:24} {last.wall:7.2f} s", file=sys.stderr, flush=True)
+            sample = run(contender.command)
+            sample = replace(sample, flush=_flush(contender.output))
+            if number:
+                samples[contender.name].append(sample)
+            print(f"  round {number}  {contender.name:28} {sample.wall:7.2f} s", file=sys.stderr, flush=True)
     return samples
 
 
+def _flush(output: Path | None) -> float:
+    begun = time.perf_counter()
+    for path in () if output is None else output.rglob("*"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    return time.perf_counter() - begun
+
+
 def table(samples: Mapping[str, Sequence[Sample]], base: str) -> list[str]:
-    """Medians as lines; the ratio of each wall time to that of `base`."""
-    rows = [f"{'':26}{'wall s':>9}{'x':>8}{'cpu s':>9}{'peak RSS MB':>13}{'anonymous MB':>14}"]
+    """Medians as lines, memory at its largest; two ratios to `base`: of wall times, and of wall times with the flush of
+    what was left unflushed."""
+    head = f"{'':28}{'wall s':>8}{'x':>7}{'flush s':>9}{'x':>7}{'cpu s':>8}"
+    rows = [f"{head}{'peak RSS MB':>13}{'anonymous MB':>14}{'read MB':>9}{'wrote MB':>10}"]
     reference = statistics.median(sample.wall for sample in samples[base])
+    flushed_reference = statistics.median(sample.wall + sample.flush for sample in samples[base])
     for name, of_one in samples.items():
         wall = statistics.median(sample.wall for sample in of_one)
+        flush = statistics.median(sample.flush for sample in of_one)
+        flushed = statistics.median(sample.wall + sample.flush for sample in of_one)
+        read, wrote = (statistics.median(getattr(sample, one) for sample in of_one) / 1e6 for one in ("read", "wrote"))
         cpu = statistics.median(sample.cpu for sample in of_one)
         rss = max(sample.peak_rss for sample in of_one) / 1e6
         anon = max(sample.peak_anon for sample in of_one) / 1e6
-        rows.append(f"{name:26}{wall:9.2f}{wall / reference:8.2f}{cpu:9.2f}{rss:13.0f}{anon:14.0f}")
+        times = f"{wall:8.2f}{wall / reference:7.2f}{flush:9.2f}{flushed / flushed_reference:7.2f}{cpu:8.2f}"
+        rows.append(f"{name:28}{times}{rss:13.0f}{anon:14.0f}{read:9.0f}{wrote:10.0f}")
     return rows
 
 
@@ -131,6 +173,14 @@ def _tree(pid: int) -> list[int]:
             continue
         found += [int(child) for child in children.split()]
     return found
+
+
+def _counters(pid: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 def _status(pid: int) -> dict[str, int]:

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from milepost.transfer.execute import Progress
 from milepost.wording import duration, file_size
+
+if TYPE_CHECKING:
+    from milepost.transfer.execute import Progress
 
 _EVERY_SECONDS = 10.0
 

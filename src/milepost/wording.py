@@ -1,7 +1,8 @@
-"""How milepost words bytes, durations, moments and lists of steps."""
+"""How milepost words bytes, durations, moments, lists of steps and what a disk refuses."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
@@ -49,3 +50,22 @@ def ranges(steps: Iterable[int]) -> str:
         else:
             runs.append([step, step])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+_ELSEWHERE = "choose another place"
+_REFUSALS = {
+    errno.ENOSPC: ("the disk is full", ""),
+    errno.EDQUOT: ("your disk quota is used up", ""),
+    errno.EFBIG: ("File too large for the file system or for `ulimit -f`", _ELSEWHERE),
+    errno.EROFS: ("the file system is read-only", _ELSEWHERE),
+    errno.EACCES: ("no permission to write there", _ELSEWHERE),
+    errno.EPERM: ("no permission to write there", _ELSEWHERE),
+    errno.EEXIST: ("a part of the path is a file", _ELSEWHERE),
+    errno.ENOTDIR: ("a part of the path is a file", _ELSEWHERE),
+}
+
+
+def disk_error(error: OSError, room: str = "make room and try again") -> str:
+    """Why something could not be written, and what to do; `room`: what to do where there is no space."""
+    why, advice = _REFUSALS.get(error.errno or 0, (None, ""))
+    return f"{why}; {advice or room}" if why else f"{error.strerror or error}"

@@ -308,3 +308,17 @@ def test_copy_of_a_short_source_names_it(kernel: bool, tmp_path: Path, monkeypat
         pytest.raises(DamagedError, match=r"^in: ends 5 bytes short"),
     ):
         copy_range(source.fileno(), 5, target.fileno(), 0, 10, "in")
+
+
+@pytest.mark.parametrize("wanted", ["bfloat16", "float16", "float64"])
+def test_runs_longer_than_a_block_are_cast_in_place_of_the_file(wanted: str, tmp_path: Path) -> None:
+    shape = (3, 100_001)  # each row is a window; all of them are more than two blocks, and none ends with one
+    values = np.random.default_rng(6).standard_normal(shape).astype(np.float32)
+    values[1, 7] = np.nan
+    (tmp_path / "in").write_bytes(b"abcd" + values.tobytes())
+    entry = TensorEntry("float32", shape, [Chunk(Box.whole(shape), ByteSource(str(tmp_path / "in"), 4, (100_001, 1)))])
+    for window_bytes in (400_004, 10 * MIB):
+        with (tmp_path / "out").open("w+b") as out:
+            execute(_moving(entry, window_bytes), OneFile(out.fileno(), shape, wanted), workers=3)
+            data = os.pread(out.fileno(), 10 * MIB, 0)
+        assert data == bytes(5) + cast_bits(values.view(np.uint32), "float32", wanted).tobytes()

@@ -34,7 +34,7 @@ def update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LowRank:
 def added(update: LowRank, box: Box) -> np.ndarray:
     values = np.ones(box.sizes, np.float32)
     with OpenFiles() as files:
-        update.add_to(values, box, files)
+        update.apply(values, box, files)
     return values
 
 
@@ -50,6 +50,6 @@ def test_every_window_gives_the_same_bits_and_the_right_values(update: LowRank) 
 
 
 def test_tiles_lie_on_one_grid_whatever_is_asked_for() -> None:
-    assert list(lowrank._grid(5, 9, 11, 4)) == [(4, 8), (8, 11)]
-    assert list(lowrank._grid(4, 8, 11, 4)) == [(4, 8)]
-    assert list(lowrank._grid(0, 11, 11, 4)) == [(0, 4), (4, 8), (8, 11)]
+    assert list(lowrank.grid(5, 9, 11, 4)) == [(4, 8), (8, 11)]
+    assert list(lowrank.grid(4, 8, 11, 4)) == [(4, 8)]
+    assert list(lowrank.grid(0, 11, 11, 4)) == [(0, 4), (4, 8), (8, 11)]

@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from milepost.checkpoint.locate import Located
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.parts import locate_part
 from milepost.checkpoint.steps import judge
+from milepost.cli.declared import Argument, Option
 from milepost.console import note
 from milepost.errors import CallError
+from milepost.settings import BACKEND, FLAG, HELP, LEAST, METAVAR, ROLE, SIZE, declared, made
 
 Directory = Annotated[
-    Path | None, typer.Argument(metavar="DIR", help="A run, a step, or a role's directory.", show_default=False)
+    Path | None, Argument(metavar="DIR", help="A run, a step, or a role's directory.", show_default=False)
 ]
-Backend = Annotated[str, typer.Option("--backend", help="Layout of the checkpoint: auto, fsdp, dcp, huggingface.")]
-LocalDir = Annotated[Path | None, typer.Option("--local_dir", help="The same as DIR.", show_default=False)]
-Role = Annotated[
-    str | None,
-    typer.Option(
-        "--role",
-        help="Which role of a step: actor (default), critic. Or policy, value: of a state dict with both.",
-        show_default=False,
-    ),
-]
-Lora = Annotated[
-    str, typer.Option("--lora", help="A LoRA adapter: keep (lora_adapter/, base model beside it) or merge into one.")
-]
-LoraAlpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="The adapter's alpha, where no file says it.", show_default=False)
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="keep, bf16, fp16 or fp32. Integers keep their type.")]
-ConfigFrom = Annotated[
-    Path | None,
-    typer.Option("--hf_model_path", help="Take config and tokenizer from this model directory.", show_default=False),
-]
-ValueModel = Annotated[
-    bool, typer.Option("--is-value-model", help="A critic: its head becomes a token classification head.")
-]
-Tie = Annotated[bool, typer.Option("--tie-word-embedding", help="Output and input embeddings are one tensor.")]
-Memory = Annotated[str, typer.Option("--memory_limit", help="Bound on the memory for tensor data.")]
-Workers = Annotated[int, typer.Option("--workers", min=1, help="Parallel readers and writers.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (key `format` is its version).")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print results only.")]
+Backend = Annotated[str, Option("--backend", help=BACKEND)]
+LocalDir = Annotated[Path | None, Option("--local_dir", help="The same as DIR.", show_default=False)]
+Role = Annotated[str | None, Option("--role", help=ROLE, show_default=False)]
+Json = Annotated[bool, Option("--json", help="Print one JSON object (key `format` is its version).")]
+Quiet = Annotated[bool, Option("-q", "--quiet", help="Print results only.")]
+
+Call = TypeVar("Call")
 
 # Options of verl's merger and converter that mean nothing here: its habits keep working, with one note.
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
-CpuInit = Annotated[bool, typer.Option("--use_cpu_initialization", hidden=True)]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", hidden=True)]
+CpuInit = Annotated[bool, Option("--use_cpu_initialization", hidden=True)]
 
 FORMAT = 1
+
+
+def of_call(kind: type[Call]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make options of the settings of a dataclass (`milepost.settings`); a command gets them in one object, `call`."""
+
+    def change(command: Callable[..., None]) -> Callable[..., None]:
+        known = declared(kind)
+
+        @wraps(command)
+        def with_options(**given: Any) -> None:
+            command(call=made(kind, {name: given.pop(name) for name in known}), **given)
+
+        hints = get_type_hints(command, include_extras=True)
+        own = [p for p in signature(command).parameters.values() if p.name != "call"]
+        parameters = {p.name: p.replace(annotation=hints[p.name]) for p in own}
+        for name, (hint, default, facts) in known.items():
+            shown = facts[SIZE] or (default if default != () else None)
+            parameters[name] = Parameter(
+                name, Parameter.KEYWORD_ONLY, default=shown, annotation=_option(name, hint, facts)
+            )
+        with_options.__signature__ = signature(command).replace(  # type: ignore[attr-defined]
+            parameters=[p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters.values()]
+        )
+        with_options.__annotations__ = {name: p.annotation for name, p in parameters.items()} | {"return": None}
+        return with_options
+
+    return change
+
+
+def _option(name: str, hint: Any, facts: Mapping[str, Any]) -> Any:
+    written = str if facts[SIZE] else list[str] | None if hint == tuple[str, ...] else hint
+    more = {key: facts[fact] for key, fact in (("metavar", METAVAR), ("min", LEAST)) if facts[fact]}
+    show = hint != tuple[str, ...] and type(None) not in get_args(hint)
+    return Annotated[written, Option(facts[FLAG] or f"--{name}", help=facts[HELP], show_default=show, **more)]
 
 
 def found(source: Path, role: str | None, backend: str, quiet: bool) -> tuple[Located, str | None]:
@@ -87,4 +102,4 @@ def say_unused(**options: bool) -> None:
 
 def print_json(**facts: Any) -> None:
     """One JSON object on stdout, with the version of its form."""
-    typer.echo(json.dumps({"format": FORMAT, **facts}, indent=2, allow_nan=True))
+    print(json.dumps({"format": FORMAT, **facts}, indent=2, allow_nan=True))

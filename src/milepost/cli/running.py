@@ -20,12 +20,6 @@ ConfigFile = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    for command in (train, config, status, report):
-        app.command()(command)
-
-
 def train(
     overrides: Overrides = None,
     config_file: ConfigFile = None,

@@ -21,7 +21,8 @@ CASTS: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float1
 KEPT_IN_FLOAT32: tuple[str, ...] = ("*e_score_correction_bias", "*expert_bias")
 """Tensors that architectures define in float32 whatever the model's dtype is: routing biases."""
 
-_BLOCK = 1 << 16  # elements; with its temporaries it stays in a core's cache
+BLOCK = 1 << 17
+"""Elements that are cast at a time: with what a cast needs beside them they stay in a core's cache."""
 
 
 def cast_dtype(name: str, dtype: str, option: str) -> str:
@@ -38,6 +39,31 @@ def cast_dtype(name: str, dtype: str, option: str) -> str:
     return CASTS[option]
 
 
+class Cast:
+    """One cast, with the memory that it needs, which is used again block after block: to touch fresh memory costs more
+    than to cast. One a thread.
+
+    Raises CallError where there is no cast between the two types.
+    """
+
+    def __init__(self, source: str, target: str, block: int = BLOCK) -> None:
+        for side, steps in ((source, _TO_FLOAT32), (target, _FROM_FLOAT32)):
+            if side != "float32" and side not in steps:
+                raise CallError(f"no cast from {source} to {target}")
+        self._widen = _TO_FLOAT32.get(source)
+        self._narrow = _FROM_FLOAT32[target](block) if target in _FROM_FLOAT32 else None
+        self._wide = np.empty(block if self._widen and self._narrow else 0, np.uint32)
+
+    def __call__(self, bits: Bits, out: Bits) -> None:
+        """Cast at most `block` elements, both sides flat. `bits` stay as they are."""
+        if self._widen and self._narrow:
+            wide = self._wide[: bits.size]
+            self._widen(bits, wide)
+            self._narrow(wide, out)
+        else:
+            (self._widen or self._narrow or _copy)(bits, out)
+
+
 def cast_bits(bits: Bits, source: str, target: str) -> Bits:
     """Bit patterns of type `source` as bit patterns of type `target`, rounded to nearest even.
 
@@ -46,70 +72,91 @@ def cast_bits(bits: Bits, source: str, target: str) -> Bits:
     """
     if source == target:
         return bits
-    widen = _TO_FLOAT32.get(source)
-    narrow = _FROM_FLOAT32.get(target)
-    if widen is None or narrow is None:
-        raise CallError(f"no cast from {source} to {target}")
     flat = np.ascontiguousarray(bits).reshape(-1)
     out = np.empty(flat.size, bits_dtype(target))
-    # Overflow to infinity and signalling NaNs are values like others here, nothing to warn of.
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, flat.size, _BLOCK):
-            block = slice(start, start + _BLOCK)
-            narrow(widen(flat[block]), out[block])
+    cast = Cast(source, target, min(BLOCK, flat.size))
+    with no_warnings():
+        for start in range(0, flat.size, BLOCK):
+            block = slice(start, start + BLOCK)
+            cast(flat[block], out[block])
     return out.reshape(bits.shape)
 
 
-def _bfloat16_to_float32(bits: Bits) -> Bits:
-    return bits.astype(np.uint32) << np.uint32(16)
+def no_warnings() -> np.errstate:
+    """The context for a `Cast`: overflow to infinity and signalling NaNs are values like others, nothing to warn of."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
-def _float16_to_float32(bits: Bits) -> Bits:
-    return bits.view(np.float16).astype(np.float32).view(np.uint32)
+def _bfloat16_to_float32(bits: Bits, out: Bits) -> None:
+    out[...] = bits
+    out <<= np.uint32(16)
 
 
-def _float64_to_float32(bits: Bits) -> Bits:
-    return bits.view(np.float64).astype(np.float32).view(np.uint32)
+def _float16_to_float32(bits: Bits, out: Bits) -> None:
+    out.view(np.float32)[...] = bits.view(np.float16)
 
 
-def _float32_to_bfloat16(bits: Bits, out: Bits) -> None:
-    # Round to nearest even on the integer: add 0x7FFF, and one more where the last kept bit is odd.
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += bits
-    rounded += np.uint32(0x7FFF)
-    rounded >>= np.uint32(16)
-    out[:] = rounded
-    values = bits.view(np.float32)
-    if values.size and np.isnan(values.max()):
-        out[np.isnan(values)] = 0xFFFF
+def _float64_to_float32(bits: Bits, out: Bits) -> None:
+    out.view(np.float32)[...] = bits.view(np.float64)
+
+
+class _ToBfloat16:
+    """float32 to bfloat16 in the fewest passes over memory that numpy allows.
+
+    Rounding adds half a unit of the last kept bit, 0x8000, and takes the upper half: to nearest, ties away from zero.
+    A tie is where the sum's lower half is 0; there the last bit is cleared, which makes it the even one.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._sums = np.empty(block + 1, np.uint32)
+        self._lower = np.empty(block, np.uint16)
+        self._ties = np.empty(block, np.bool_)
+
+    def __call__(self, bits: Bits, out: Bits) -> None:
+        size = bits.size
+        sums, lower, ties = self._sums[:size], self._lower[:size], self._ties[:size]
+        np.add(bits, np.uint32(0x8000), out=sums)
+        # Narrowing keeps an element's lower half. Read two bytes further on, that is the upper half of the sum: several
+        # times as fast as shifting, or as taking every second element.
+        out[...] = np.ndarray(size, np.uint32, self._sums, 2)
+        lower[...] = sums
+        np.equal(lower, 0, out=ties)
+        (places,) = ties.nonzero()
+        if places.size > size >> 5:  # values that were 16 bits wide before
+            np.copyto(lower, ties)
+            out &= np.invert(lower, out=lower)
+        else:
+            out[places] &= np.uint16(0xFFFE)
+        values = bits.view(np.float32)
+        if size and np.isnan(values.max()):
+            out[np.isnan(values)] = 0xFFFF
 
 
 def _float32_to_float16(bits: Bits, out: Bits) -> None:
-    out[:] = bits.view(np.float32).astype(np.float16).view(np.uint16)
+    out.view(np.float16)[...] = bits.view(np.float32)
 
 
 def _float32_to_float64(bits: Bits, out: Bits) -> None:
-    out[:] = bits.view(np.float32).astype(np.float64).view(np.uint64)
+    out.view(np.float64)[...] = bits.view(np.float32)
 
 
 def _copy(bits: Bits, out: Bits) -> None:
-    out[:] = bits
+    out[...] = bits
 
 
-_TO_FLOAT32: Mapping[str, Callable[[Bits], Bits]] = MappingProxyType(
+_Step = Callable[[Bits, Bits], None]
+_TO_FLOAT32: Mapping[str, _Step] = MappingProxyType(
     {
-        "float32": lambda bits: bits,
         "bfloat16": _bfloat16_to_float32,
         "float16": _float16_to_float32,
         "float64": _float64_to_float32,
     }
 )
-_FROM_FLOAT32: Mapping[str, Callable[[Bits, Bits], None]] = MappingProxyType(
+_FROM_FLOAT32: Mapping[str, Callable[[int], _Step]] = MappingProxyType(
     {
-        "float32": _copy,
-        "bfloat16": _float32_to_bfloat16,
-        "float16": _float32_to_float16,
-        "float64": _float32_to_float64,
+        "bfloat16": _ToBfloat16,
+        "float16": lambda _: _float32_to_float16,
+        "float64": lambda _: _float32_to_float64,
     }
 )
+"""Given the size of a block: the step, with its memory."""

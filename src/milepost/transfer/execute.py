@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import Protocol, cast
 
@@ -15,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.errors import DamagedError, NotFoundError
-from milepost.index import Bits, Box, bits_dtype, read_chunk
-from milepost.transfer.cast import cast_bits
+from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk, read_exactly
+from milepost.transfer.cast import BLOCK, Cast, cast_bits, no_warnings
+from milepost.transfer.crew import in_threads
 from milepost.transfer.plan import Window
 
 Progress = Callable[[int], None]
@@ -54,10 +54,11 @@ class Sink(Protocol):
 
 
 class Update(Protocol):
-    """What is added to a tensor on its way, in float32, before the cast to the wanted element type."""
+    """How a tensor's values change on their way, in float32, before the cast to the wanted element type."""
 
-    def add_to(self, values: npt.NDArray[np.float32], box: Box, files: OpenFiles) -> None:
-        """Add the update of `box` to `values`, shape `box.sizes`, in place."""
+    def apply(self, values: npt.NDArray[np.float32], box: Box, files: OpenFiles) -> None:
+        """Change `values`, which are those of `box`, shape `box.sizes`, in place. The new values must not depend on
+        which box of the tensor was asked for."""
 
 
 class OpenFiles:
@@ -108,56 +109,79 @@ def execute(
     progress: Progress | None = None,
     updates: Mapping[str, Update] | None = None,
 ) -> None:
-    """Move every window into `sink`. The plan is drawn on only as fast as windows are moved. `updates` are added on the
-    way to the tensors that they name.
+    """Move every window into `sink`. The plan is drawn on only as fast as windows are moved. `updates` change the
+    tensors that they name on the way.
 
     The first error stops the work and is raised once the windows in flight have ended.
     """
-    with OpenFiles() as files, ThreadPoolExecutor(workers, "milepost-transfer") as pool:
-        pending: set[Future[int]] = set()
-        try:
-            for window in windows:
-                if len(pending) >= 2 * workers:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    _collect(done, progress)
-                pending.add(pool.submit(_move, window, sink, files, (updates or {}).get(window.name)))
-            _collect(wait(pending).done, progress)
-        finally:
-            for future in pending:
-                future.cancel()
-
-
-def _collect(done: Iterable[Future[int]], progress: Progress | None) -> None:
-    for future in done:
-        moved = future.result()
-        if progress is not None:
-            progress(moved)
-
-
-def _move(window: Window, sink: Sink, files: OpenFiles, update: Update | None) -> int:
-    wanted = sink.dtype(window.name)
-    place = sink.file_range(window.name, window.box)
-    whole = len(window.pieces) == 1 and window.pieces[0].contiguous
-    if place is not None and whole and wanted == window.dtype and update is None:
-        piece = window.pieces[0]
-        copy_range(
-            files.fd(piece.source.file),
-            piece.source.start(),
-            place[0],
-            place[1],
-            window.nbytes,
-            piece.source.file,
+    with OpenFiles() as files:
+        in_threads(
+            windows,
+            lambda: _Mover(sink, files, updates or {}).move,
+            workers,
+            (lambda _: None) if progress is None else progress,
         )
-        start_flush(place[0], place[1], window.nbytes)
+
+
+class _Mover:
+    """Moves one window after the other, in one thread, through memory that it uses again."""
+
+    def __init__(self, sink: Sink, files: OpenFiles, updates: Mapping[str, Update]) -> None:
+        self._sink = sink
+        self._files = files
+        self._updates = updates
+        self._streams: dict[tuple[str, str], _CastStream] = {}
+
+    def move(self, window: Window) -> int:
+        """Move a window; returns the number of source bytes."""
+        wanted = self._sink.dtype(window.name)
+        place = self._sink.file_range(window.name, window.box)
+        update = self._updates.get(window.name)
+        if place is None:
+            self._sink.write(window.name, window.box, read_as(window, wanted, update, self._files))
+            return window.nbytes
+        run = _run(window) if update is None else None
+        if run is None:
+            data = np.ascontiguousarray(read_as(window, wanted, update, self._files)).data.cast("B")
+            write_exactly(place[0], data, place[1])
+        elif wanted == window.dtype:
+            file = run.source.file
+            copy_range(self._files.fd(file), run.source.start(), *place, window.nbytes, file)
+        else:
+            key = window.dtype, wanted
+            stream = self._streams.get(key)
+            if stream is None:
+                stream = self._streams[key] = _CastStream(*key)
+            stream.move(run, self._files, *place)
+        start_flush(*place, window.box.volume * itemsize(wanted))
         return window.nbytes
-    bits = read_as(window, wanted, update, files)
-    if place is None:
-        sink.write(window.name, window.box, bits)
-    else:
-        data = np.ascontiguousarray(bits).data.cast("B")
-        write_exactly(place[0], data, place[1])
-        start_flush(place[0], place[1], len(data))
-    return window.nbytes
+
+
+def _run(window: Window) -> Chunk | None:
+    """The one run of bytes of a file that a window is, if it is one."""
+    piece = window.pieces[0] if len(window.pieces) == 1 else None
+    return piece if piece is not None and piece.contiguous and piece.source.data is None else None
+
+
+class _CastStream:
+    """Runs of bytes read, cast and written in blocks so small that they never leave the core's cache."""
+
+    def __init__(self, source: str, target: str) -> None:
+        self._cast = Cast(source, target)
+        self._source = np.empty(BLOCK, bits_dtype(source))
+        self._target = np.empty(BLOCK, bits_dtype(target))
+
+    def move(self, run: Chunk, files: OpenFiles, fd: int, offset: int) -> None:
+        """From its file to byte `offset` of another one."""
+        file = run.source.file
+        source_fd, start = files.fd(file), run.source.start()
+        volume = run.box.volume
+        with no_warnings():
+            for first in range(0, volume, BLOCK):
+                source, target = self._source[: volume - first], self._target[: volume - first]
+                read_exactly(source_fd, source.data.cast("B"), start + first * source.itemsize, file)
+                self._cast(source, target)
+                write_exactly(fd, target.data.cast("B"), offset + first * target.itemsize)
 
 
 def read_window(window: Window, files: OpenFiles) -> Bits:
@@ -173,12 +197,12 @@ def read_window(window: Window, files: OpenFiles) -> Bits:
 
 
 def read_as(window: Window, wanted: str, update: Update | None, files: OpenFiles) -> Bits:
-    """The bit patterns of a window in the wanted element type, with what is added to it on the way."""
+    """The bit patterns of a window in the wanted element type, changed on the way by `update`."""
     bits = read_window(window, files)
     if update is None:
         return cast_bits(bits, window.dtype, wanted)
     values = cast_bits(bits, window.dtype, "float32").view(np.float32)
-    update.add_to(values, window.box, files)
+    update.apply(values, window.box, files)
     return cast_bits(values.view(np.uint32), "float32", wanted)
 
 

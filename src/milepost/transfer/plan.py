@@ -52,11 +52,18 @@ def _plan_box(name: str, entry: TensorEntry, box: Box, window_bytes: int) -> Ite
     if covered != box.volume:
         raise IncompleteError(f"{name}: {covered} of the {box.volume} elements of box {box} are in the checkpoint")
     pieces.sort(key=lambda piece: piece.box.offsets)
+    limit = max(1, window_bytes // itemsize(entry.dtype))
+    if all(piece.box.sizes[1:] == box.sizes[1:] for piece in pieces):
+        # Each piece is a run of whole rows, as FSDP cuts: windows are runs of rows of one piece.
+        for piece in pieces:
+            for part in (piece.box,) if piece.box.volume <= limit else _cut(piece.box, (), limit):
+                yield Window(name, entry.dtype, part, (piece.narrow(part, entry.dtype),))
+        return
     # Rows at which a chunk begins: cutting there lets most windows be one contiguous range of one file.
     edges = tuple(sorted({piece.box.offsets[0] for piece in pieces})) if box.sizes else ()
     waiting = deque(pieces)
     near: list[Chunk] = []
-    for part in _cut(box, edges, max(1, window_bytes // itemsize(entry.dtype))):
+    for part in _cut(box, edges, limit):
         # Parts come row after row, so each piece is looked at only while the rows that it reaches pass by.
         start, end = _rows(part)
         while waiting and _rows(waiting[0].box)[0] < end:
