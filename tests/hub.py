@@ -1,4 +1,9 @@
-"""A stand-in for the Hugging Face Hub on 127.0.0.1: enough of its HTTP API to take an upload, and to refuse one."""
+"""A stand-in for the Hugging Face Hub on 127.0.0.1: enough of its HTTP API to take an upload, and to refuse one.
+
+Large files come by LFS, or by xet, whose client asks for a write token, offers blocks of chunks ("xorbs") under their
+hash, and last a table of which file is which chunks ("shard"). What xet stores is packed; of such a file the stand-in
+keeps the SHA-256 that the commit names, and how many bytes came in blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,19 @@ TOKEN = "hf_good"
 
 @dataclass
 class Hub:
-    """What the stand-in holds: repositories by name, each with its files, and whether it is private."""
+    """What the stand-in holds: repositories by name, each with its files, and whether it is private.
+
+    fail: start of a request's path -> statuses with which to answer the next such requests; 0 cuts the connection
+    """
 
     url: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
+    xorb_bytes: int = 0
+    shards: int = 0
     refuse_commits: int = 0
+    fail: dict[str, list[int]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
 
 
@@ -63,7 +74,15 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0].strip("/")
         self.hub.requests.append(f"{self.command} {path}")
-        if path.startswith("blobs/"):
+        failures = next((left for start, left in self.hub.fail.items() if path.startswith(start) and left), None)
+        if failures:
+            status = failures.pop(0)
+            self.close_connection = True
+            if status:
+                self._answer(status, {"error": "the stand-in fails"}, {"Retry-After": "0"})
+        elif path.startswith(("v1/", "v2/")):
+            self._xet(path, body)
+        elif path.startswith("blobs/"):
             self.hub.blobs[path.removeprefix("blobs/")] = body
             self._answer(200, {})
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -89,6 +108,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.private[repository] = bool(wanted.get("private") or wanted.get("visibility") == "private")
             self._answer(200, {"url": f"{self.hub.url}/{repository}", "name": repository})
 
+    def _xet(self, path: str, body: bytes) -> None:
+        if path.startswith("v1/chunks/"):
+            self._answer(404, {"error": "no such chunk"})
+        elif path.startswith("v1/xorbs/"):
+            self.hub.xorb_bytes += len(body)
+            self._answer(200, {"was_inserted": True})
+        elif path == "v1/shards":
+            self.hub.shards += 1
+            self._answer(200, {"result": 1})
+        else:
+            self._answer(404, {"error": f"not part of this stand-in: {path}"})
+
     def _model(self, repository: str, rest: list[str], body: bytes) -> None:
         if repository not in self.hub.files:
             self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
@@ -96,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(
                 200, {"id": repository, "sha": "0" * 40, "private": self.hub.private[repository], "siblings": []}
             )
+        elif rest[0].startswith("xet-write-token"):
+            self._answer(200, {"casUrl": self.hub.url, "accessToken": "xet", "exp": 4102444800})
         elif rest[0] == "tree":
             held = self.hub.files[repository]
             self._answer(
@@ -138,9 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 held[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                blob = self.hub.blobs[value["oid"]]
-                assert hashlib.sha256(blob).hexdigest() == value["oid"]
-                held[value["path"]] = blob
+                blob = self.hub.blobs.get(value["oid"])
+                assert self.hub.shards if blob is None else hashlib.sha256(blob).hexdigest() == value["oid"]
+                held[value["path"]] = f"xet:{value['oid']}".encode() if blob is None else blob
             elif line["key"] == "deletedFile":
                 del held[value["path"]]
         self._answer(

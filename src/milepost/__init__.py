@@ -10,15 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from milepost.api import Checkpoint, ModelOptions, merge, open, test
+    from milepost.api import Checkpoint, MergeCall, ModelOptions, TestCall, merge, open, test
     from milepost.checkpoint.manager import CheckpointManager
     from milepost.errors import CallError, CheckpointError, MilepostError
+    from milepost.integrations.policy import save_policy
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "milepost.api",
+    "MergeCall": "milepost.api",
     "ModelOptions": "milepost.api",
+    "TestCall": "milepost.api",
     "merge": "milepost.api",
     "open": "milepost.api",
     "test": "milepost.api",
@@ -26,6 +29,7 @@ _HOME = {
     "CallError": "milepost.errors",
     "CheckpointError": "milepost.errors",
     "MilepostError": "milepost.errors",
+    "save_policy": "milepost.integrations.policy",
 }
 
 __all__ = [
@@ -33,10 +37,13 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "MergeCall",
     "MilepostError",
     "ModelOptions",
+    "TestCall",
     "merge",
     "open",
+    "save_policy",
     "test",
 ]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from milepost.errors import CallError, MismatchError
+from milepost.jobs.compare import CompareOptions, LogitsReport
 from milepost.jobs.merge import MergeOptions, merge
 from milepost.jobs.prepare import HuggingFaceModel
 from milepost.layouts.huggingface import CONFIG, read_config
@@ -19,25 +19,7 @@ if TYPE_CHECKING:
 _PROMPT_LENGTH = 16
 
 
-@dataclass(frozen=True)
-class LogitsReport:
-    """Logits of the checkpoint against those of the reference: how many differ beyond the tolerance, of how many, and
-    the largest absolute and relative difference."""
-
-    elements: int
-    numel: int
-    max_abs: float
-    max_rel: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the two answer alike."""
-        return not self.elements
-
-
-def compare_logits(
-    model: HuggingFaceModel, reference: Path, options: MergeOptions, *, atol: float = 0.0, rtol: float = 0.0
-) -> LogitsReport:
+def compare_logits(model: HuggingFaceModel, reference: Path, options: CompareOptions) -> LogitsReport:
     """Build the checkpoint, through a merge into a temporary directory, and the reference; compare their logits.
 
     Both compute in float32, whatever they are stored in, over the same 16 token ids: equal weights give equal bits.
@@ -51,7 +33,7 @@ def compare_logits(
 
     with TemporaryDirectory(prefix="milepost-") as temporary:
         merged = Path(temporary) / "model"
-        merge(model, merged, options)
+        merge(model, merged, MergeOptions(options.dtype))
         ours = _logits(merged)
     theirs = _logits(reference)
     if ours.shape != theirs.shape:
@@ -60,7 +42,7 @@ def compare_logits(
         )
     gap = (ours - theirs).abs().double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    differs = ~(same | (gap <= atol + rtol * theirs.abs().double()))
+    differs = ~(same | (gap <= options.atol + options.rtol * theirs.abs().double()))
     gap = torch.where(same, 0.0, gap.nan_to_num(nan=float("inf")))
     relative = torch.where(same, 0.0, gap / theirs.abs().double())
     return LogitsReport(int(differs.sum()), ours.numel(), float(gap.max()), float(relative.max()))

@@ -56,7 +56,7 @@ def test_a_full_disk_at_every_page_and_every_file_of_a_save_on_two_ranks(outcome
     for ranks in failed:
         # Both ranks are told the same: which rank, which file, why, what to do.
         assert ranks[0]["told"] == ranks[1]["told"]
-        assert "No space left on device; free some space, or keep fewer steps" in ranks[0]["told"]
+        assert "the disk is full; free some space, or keep fewer steps" in ranks[0]["told"]
         assert ranks[0]["told"].startswith("WriteError: step 2 was not saved: rank ")
         assert ".tmp" not in ranks[0]["told"]
         for seen in ranks:

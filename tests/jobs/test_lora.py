@@ -225,14 +225,20 @@ def test_another_runs_file_is_refused(copied: Path, tmp_path: Path) -> None:
         milepost.merge(copied / "actor", tmp_path / "out")
 
 
-def test_dora_is_refused_by_name(wrapped: Path, tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match=r"(DoRA|use_dora).*--lora keep"):
-        milepost.merge(wrapped / "dora" / "actor", tmp_path / "out", model=MERGE)
-    # the tensors say it too, where no file does
+def test_dora_of_shards_is_pefts_merge(wrapped: Path, tmp_path: Path) -> None:
+    milepost.merge(wrapped / "dora" / "actor", tmp_path / "out", model=MERGE)
+    theirs = peft_model(wrapped / "dora").merge_and_unload().state_dict()
+    merged, base = weights(tmp_path / "out"), weights(wrapped / "dora" / "base")
+    for name, value in merged.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+    assert sum(not torch.equal(merged[name], value) for name, value in base.items()) == 2
+    # the tensors say that it is DoRA, where no file does
     shutil.copytree(wrapped / "dora" / "actor", tmp_path / "actor")
     (tmp_path / "actor" / "huggingface" / "adapter_config.json").unlink()
-    with pytest.raises(MismatchError, match=r"DoRA.*--lora keep"):
-        milepost.merge(tmp_path / "actor", tmp_path / "out", model=ModelOptions(lora="merge", lora_alpha=8))
+    milepost.merge(tmp_path / "actor", tmp_path / "told", model=ModelOptions(lora="merge", lora_alpha=8))
+    assert (tmp_path / "told" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_one_use_of_a_tied_weight_is_not_merged_into_both(wrapped: Path, tmp_path: Path) -> None:

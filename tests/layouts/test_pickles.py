@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copyreg
 import os
 import pickle
@@ -22,7 +23,7 @@ from archives import number, numbers, tensor_pickle, text
 
 from milepost.errors import DamagedError, MilepostError, RefusedError
 from milepost.layouts import pickles
-from milepost.layouts.opcodes import check_proportion
+from milepost.layouts.opcodes import harmless
 from milepost.layouts.pickles import StorageRef, TensorRef
 
 
@@ -288,19 +289,19 @@ def test_the_look_ahead_reads_instructions_as_pickletools_does() -> None:
     # stray byte in the place of any instruction is found where pickletools finds it.
     values = [
         None, True, 1, -300, 1 << 40, 1 << 3000, 1.5, "x" * 300, b"y" * 300, bytearray(b"z"), (), (1,), (1, 2, 3, 4),
-        {"a": 1}, {1, 2}, frozenset({1}), os.getcwd, OrderedDict(a=1), "\n", [1], list(range(300)),
+        {"a": 1}, {1, 2}, os.getcwd, OrderedDict(a=1), "\n", [1], list(range(300)), 40, 100, 125,
         {str(i): i for i in range(300)},
     ]  # fmt: skip
     for protocol in range(6):
         data = pickle.dumps(values, protocol)
-        check_proportion(data)
+        harmless(data)
         for _, _, position in list(pickletools.genops(data))[:-1:3]:
             broken = data[:position] + b"\xff" + data[position + 1 :]
             with pytest.raises(DamagedError, match=f"byte {position} "):
-                check_proportion(broken)
+                harmless(broken)
         for end in range(0, len(data), 7):
             with pytest.raises(DamagedError):
-                check_proportion(data[:end])
+                harmless(data[:end])
 
 
 def test_a_large_honest_memo_is_let_through() -> None:
@@ -462,6 +463,100 @@ def test_shared_tuples_are_not_unfolded_on_the_way_either(data: bytes) -> None:
     except MilepostError as error:
         assert len(str(error)) < 300
     assert time.monotonic() - started < 5
+
+
+DEEP = b")" + b"\x85" * 200_000
+WIDE = b")" + b"2\x86" * 60
+_HASHED = {
+    "key": b"}%sNs.",
+    "keys": b"}(%sNu.",
+    "key of an OrderedDict": b"ccollections\nOrderedDict\n)R%sNs.",
+    "item of an OrderedDict": b"ccollections\nOrderedDict\n]((%sNle\x85R.",
+    "member": b"cbuiltins\nset\n](%se\x85R.",
+    "member of a set in protocol 4": b"\x8f(%s\x90.",
+    "key that a call returns": b"}ctorch._utils\n_rebuild_parameter\n%s\x89N\x87RNs.",
+    "key in a memo": b"}%sq\x000h\x00Ns.",
+}
+
+
+@pytest.mark.parametrize("nested", [DEEP, WIDE], ids=["deep", "wide"])
+@pytest.mark.parametrize("data", _HASHED.values(), ids=_HASHED)
+def test_nested_tuples_are_never_hashed(data: bytes, nested: bytes) -> None:
+    """The hash of a tuple calls itself: 200,000 levels end the process, 60 of two halves take for ever."""
+    started = time.monotonic()
+    with pytest.raises(RefusedError, match="nested deep, as a key"):
+        pickles.load(b"\x80\x04" + data.replace(b"%s", nested), "f")
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("data", [b"(%sNd.", b"(K(Nd.", b"(%s\x91.", b"(\x91."])
+def test_a_dictionary_or_frozen_set_made_at_once_is_refused(data: bytes) -> None:
+    with pytest.raises(RefusedError, match=r"makes a (dictionary|frozen set) at once"):
+        pickles.load(b"\x80\x04" + data.replace(b"%s", DEEP), "f")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"%s.",
+        b"](%se.",
+        b"](%sNe.",
+        b"}NNs(%s%su.",
+        b"%sQ.",
+        b"(" + text("storage") + STORAGE + text("0") + text("cpu") + b"%stQ.",
+        b"(" + text("storage") + STORAGE + b"%s" + text("cpu") + number(4) + b"tQ.",
+        RECORD + b"%s\x81.",
+        RECORD + b")R%sb.",
+        b"ctorch\nSize\n%s\x85R.",
+        FUNCTION + b"(%sNNNNNtR.",
+        b"cnumpy\ndtype\n%s\x89\x88\x87R.",
+        b"cnumpy._core.multiarray\nscalar\n%sN\x86R.",
+        b"cnumpy._core.multiarray\n_reconstruct\n)R%sb.",
+        b"c_codecs\nencode\n%s" + text("latin1") + b"\x86R.",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(" + FUNCTION + RECORD + b"%s)tR.",
+    ],
+)
+@pytest.mark.parametrize("nested", [DEEP, WIDE, b"]" * 100_000 + b"a" * 99_999], ids=["deep", "wide", "list"])
+def test_a_graph_nested_deep_anywhere_is_read_or_an_error(data: bytes, nested: bytes) -> None:
+    started = time.monotonic()
+    with contextlib.suppress(DamagedError, RefusedError):
+        pickles.plain(pickles.load(b"\x80\x02" + data.replace(b"%s", nested), "f"), lambda ref: ref)
+    assert time.monotonic() - started < 20
+
+
+def test_keys_that_share_one_hash_are_refused() -> None:
+    same = (number(i * (2**61 - 1)) + b"N" for i in range(1, 3))
+    with pytest.raises(RefusedError, match="a number of 61 bits as a key"):
+        pickles.load(b"\x80\x02}(" + b"".join(same) + b"u.", "f")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_honest_keys_of_every_kind_come_back(protocol: int) -> None:
+    value = {
+        "a": 1, 2: "b", -(2**40): None, 2.5: (), None: {}, True: {3: {}}, b"c": [], ("x", 0, ("y", 1)): {"z": {}},
+        "set": {1, ("p", 2)}, "ordered": OrderedDict([("k", OrderedDict())]),
+    }  # fmt: skip
+    got = pickles.plain(pickles.load(pickle.dumps(value, protocol), "f"), lambda ref: ref)
+    assert got == value and type(got) is dict and type(got["set"]) is set
+
+
+def test_bytes_that_look_like_instructions_are_arguments() -> None:
+    """Of `}`, `(d` and the rest only instructions are replaced, never what stands in their arguments."""
+    value = ["}" * 70_000, b"(d\x8f\x91}", 125, 40, 100, 143, (125, (40, 100)), 0x7D28648F, 0x648F287D00, 4.2]
+    for protocol in range(2, 6):
+        data = pickle.dumps(value, protocol)
+        assert protocol > 3 or harmless(data) == data  # from 4 on there are frames, which are left out
+        assert pickles.load(data, "f") == value
+    many = [[i] for i in range(300)]  # memo indices of every byte
+    assert pickles.load(pickle.dumps(many, 2), "f") == many
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_dictionaries_beyond_one_frame_come_back(protocol: int) -> None:
+    """Protocol 4 parts a pickle into frames of 64 KiB, whose lengths the replaced instructions would belie."""
+    value = [{"number": i, "of": {"more": {}}} for i in range(10_000)]
+    got = pickles.load(pickle.dumps(value, protocol), "f")
+    assert got == value
 
 
 def test_a_graph_nested_too_deep_is_an_error() -> None:

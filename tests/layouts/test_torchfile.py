@@ -371,3 +371,91 @@ def test_the_check_of_records_tells_how_far_it_is(tmp_path: Path) -> None:
     assert list(file.bad_records(told.append)) == []
     assert sum(told) == sum(record.size for record in file.records())
     assert max(told) <= 1 << 20
+
+
+# What an archive's directory may claim
+
+
+def _patched(path: Path, old: bytes, new: bytes, place: int = 0) -> Path:
+    """The file with one occurrence of `old` replaced: the first, or the last where `place` is -1."""
+    data = path.read_bytes()
+    at = data.rfind(old) if place else data.find(old)
+    assert at >= 0 and len(old) == len(new)
+    path.write_bytes(data[:at] + new + data[at + len(old) :])
+    return path
+
+
+def _two_storages(path: Path) -> Path:
+    return write_archive(path, tensor_pickle(), {"0": bytes(16), "1": bytes(range(16))})
+
+
+def test_records_that_share_bytes_are_damage(tmp_path: Path) -> None:
+    """Two names for the same bytes: the directory of the archive sends `data/1` into `data/0`."""
+    path = _two_storages(tmp_path / "f.pt")
+    with zipfile.ZipFile(path) as archive:
+        offsets = [struct.pack("<L", archive.getinfo(f"archive/data/{key}").header_offset) for key in "01"]
+    _patched(path, offsets[1] + b"archive/data/1", offsets[0] + b"archive/data/1", place=-1)
+    with pytest.raises(DamagedError, match="archive/data/1 has another name before its bytes"):
+        TorchFile(path)
+    # the same with a header of its own inside the other's bytes
+    inner = struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 4, 4, 14, 0) + b"archive/data/1" + b"abcd"
+    path = write_archive(tmp_path / "g.pt", tensor_pickle(), {"0": inner, "1": b"abcd"})
+    with zipfile.ZipFile(path) as archive:
+        outer = archive.getinfo("archive/data/0").header_offset + 30 + 14
+        old = struct.pack("<L", archive.getinfo("archive/data/1").header_offset)
+    _patched(path, old + b"archive/data/1", struct.pack("<L", outer) + b"archive/data/1", place=-1)
+    with pytest.raises(DamagedError, match="data/1 begins inside another"):
+        TorchFile(path)
+
+
+@pytest.mark.parametrize("size", [17, 1 << 16, 0xFFFFFFFF])
+def test_a_record_that_claims_more_than_the_file_holds(size: int, tmp_path: Path) -> None:
+    path = _two_storages(tmp_path / "f.pt")
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("archive/data/1")
+    old = struct.pack("<3L", info.CRC, 16, 16)
+    _patched(path, old, struct.pack("<3L", info.CRC, size, size), place=-1)
+    with pytest.raises(DamagedError, match=r"f\.pt: (record|not a whole)"):
+        TorchFile(path)
+        raise AssertionError  # 17 bytes reach into the directory of the archive, which is no record
+
+
+@pytest.mark.parametrize(
+    "name", ["archive/../../etc/passwd", "/etc/passwd", "..\\data.pkl", "archive/data/0\0x", "a" * 60000]
+)
+def test_names_of_records_are_never_paths(name: str, tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "f.pt", tensor_pickle(), {"0": bytes(16)})
+    with zipfile.ZipFile(path, "a") as archive:
+        info = zipfile.ZipInfo("placeholder")
+        info.filename = info.orig_filename = name
+        archive.writestr(info, b"x")
+    before = sorted(tmp_path.iterdir())
+    with contextlib.suppress(DamagedError):
+        file = TorchFile(path)
+        assert file.entry(file.root["w"]).numpy().tolist() == [0.0] * 4
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["modell-größe/data.pkl", "模型/data.pkl"])
+def test_an_archive_of_another_alphabet(name: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "f.pt", "w") as archive:
+        archive.writestr(name, tensor_pickle())
+        archive.writestr(name.replace("data.pkl", "data/0"), bytes(16))
+    file = TorchFile(tmp_path / "f.pt")
+    assert file.entry(file.root["w"]).numpy().tolist() == [0.0] * 4
+
+
+def test_a_bomb_is_refused_by_its_compression_before_a_byte_is_unpacked(tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "f.pt", tensor_pickle(), {"0": bytes(1 << 24)}, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 16
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedError, match="compressed"):
+        TorchFile(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10  # KiB
+
+
+@pytest.mark.parametrize("nested", [b")" + b"\x85" * 200_000, b")" + b"2\x86" * 60], ids=["deep", "wide"])
+def test_a_file_whose_keys_are_nested_tuples_is_refused(nested: bytes, tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "f.pt", b"\x80\x02}" + nested + b"Ns.", {})
+    with pytest.raises(RefusedError, match=r"f\.pt: its pickle uses a tuple of tuples"):
+        TorchFile(path)

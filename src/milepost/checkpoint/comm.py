@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+from milepost.checkpoint.meeting import meet
 from milepost.errors import MilepostError, WriteError
 from milepost.wording import counted
 
 T = TypeVar("T")
+PATIENCE = 30.0
+"""Seconds in which the ranks, which train in step, come to the same save or resume."""
 
 
 class Communicator(Protocol):
@@ -35,6 +38,12 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Wait until every rank is here."""
 
+    def meet(self, what: str) -> None:
+        """Begin a call that all ranks make, known to the user as `what`.
+
+        Raises CallError, naming them, where some do not come in time: a collective that they never enter would wait
+        for ever."""
+
     def close(self) -> None:
         """Give back what the communicator holds."""
 
@@ -52,6 +61,9 @@ class SingleProcess:
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def meet(self, what: str) -> None:
+        """Nobody to meet."""
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -60,13 +72,16 @@ class TorchCommunicator:
     """The ranks of torch.distributed, over a gloo group of its own.
 
     Gloo, so that small objects need no device memory and cannot mix with the training's collectives. All ranks make it
-    together. `timeout_seconds` bounds how long a rank waits for another that is still writing its files.
+    together. `timeout_seconds` bounds how long a rank waits for another that is still writing its files,
+    `patience_seconds` how long for one that has not yet made the call that this one is in.
     """
 
-    def __init__(self, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, timeout_seconds: float = 1800.0, patience_seconds: float = PATIENCE) -> None:
         import torch.distributed as dist  # noqa: PLC0415  a run without ranks needs no torch here
 
         self._dist = dist
+        self._patience = patience_seconds
+        self._meetings = 0
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -80,6 +95,12 @@ class TorchCommunicator:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._dist.barrier(group=self._group)
+
+    def meet(self, what: str) -> None:
+        """Meet at the store of torch.distributed, under the name of this communicator's group."""
+        number, self._meetings = self._meetings, self._meetings + 1
+        store, place = self._dist.distributed_c10d._get_default_store(), f"milepost/{self._group.group_name}"
+        meet(store, place, number, self.rank, self.world_size, what, self._patience)
 
     def close(self) -> None:
         """Give up the group."""

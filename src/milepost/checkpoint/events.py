@@ -72,7 +72,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and "event" in event:
             events.append(event)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import xxhash
 
-from milepost.checkpoint.manifest import FileRecord
+from milepost.checkpoint.manifest import FileRecord, digest_file
 from milepost.errors import CallError, WriteError
+from milepost.wording import disk_error
 
 _BUFFER = 1 << 20  # bytes; larger writes pass through
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -100,10 +103,7 @@ class StepFiles:
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
         """Open a new file of that relative name; it is on the disk when the context ends, or WriteError is raised."""
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-            raise CallError(f"{name!r} is no name of a file inside a step")
-        path = self._directory / relative
+        path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = HashedFile(path)
@@ -119,21 +119,47 @@ class StepFiles:
             raise
         self.records.append(FileRecord(path.relative_to(self._step_dir).as_posix(), size, digest))
 
+    def adopt(self, source: Path, name: str, *, copy: bool = False) -> None:
+        """Take a finished file of another program into the step: by a second link to it where the file system has
+        such, or by a copy. It is read once, for its checksum, and flushed to the disk; WriteError where that fails."""
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            linked = not copy and _link(source, path)
+            if not linked:
+                shutil.copyfile(source, path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            record = FileRecord(path.relative_to(self._step_dir).as_posix(), path.stat().st_size, digest_file(path))
+        except OSError as error:
+            raise self._failed(path, error) from error
+        self.records.append(record)
+
+    def _path(self, name: str) -> Path:
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+            raise CallError(f"{name!r} is no name of a file inside a step")
+        return self._directory / relative
+
     def _failed(self, path: Path, error: OSError) -> WriteError:
         self.failure = self.failure or WriteError(f"{path}: {reason(error)}")
         return self.failure
 
 
+def _link(source: Path, path: Path) -> bool:
+    """Whether `path` is now another name of the file; no name is left where it cannot be."""
+    try:
+        path.hardlink_to(source)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
 def reason(error: OSError) -> str:
-    """Why a write failed and what to do, in words."""
-    advice = {
-        errno.ENOSPC: "; free some space, or keep fewer steps",
-        errno.EDQUOT: "; free some of your quota, or keep fewer steps",
-        errno.EFBIG: "; the file system or `ulimit -f` allows no larger file",
-        errno.EROFS: "; choose a folder that can be written",
-        errno.EACCES: "; choose a folder that you may write to",
-    }
-    return f"{error.strerror or error}{advice.get(error.errno or 0, '')}"
+    """Why a write of a step failed and what to do, in words."""
+    return disk_error(error, room="free some space, or keep fewer steps")
 
 
 def sync_directory(path: Path) -> None:

@@ -10,9 +10,9 @@ from milepost.checkpoint.steps import StepDir, judge, newest_good, scan, step_nu
 from milepost.errors import IncompleteError, NotFoundError
 from milepost.layouts import Layout, describe, find_layout
 
-_FOREIGN_STEP = re.compile(r"(?:checkpoint[-_]|step[-_]|epoch_\d+_step_)(\d{1,15})")
+_FOREIGN_STEP = re.compile(r"(?:checkpoint[-_]|step[-_]|epoch_\d+_step_|iter_)(\d{1,15})")
 """Steps of other trainers: `checkpoint-10` (HF Trainer), `checkpoint_10` (accelerate), `step-10` (torchtitan),
-`step_10` (NeMo-RL), `epoch_0_step_10` (NeMo Automodel)."""
+`step_10` (NeMo-RL), `epoch_0_step_10` (NeMo Automodel), `iter_0000010` (Megatron-LM, slime)."""
 _STEP_FOLDERS = (".", "checkpoint", "checkpoints")
 
 
@@ -118,7 +118,9 @@ def _in_step(step_dir: Path, role: str | None, backend: str, notes: tuple[str, .
     if not roles:
         known = "that milepost reads" if backend == "auto" else f"of backend {backend}"
         raise NotFoundError(f"{step_dir}: holds no checkpoint {known}; give the directory of a run, a step or a role")
-    name = role or ("actor" if "actor" in roles else next(iter(roles)))
+    name = role or next((name for name in ("actor", "_actor") if name in roles), next(iter(roles)))
+    if name not in roles and f"_{name}" in roles:
+        name = f"_{name}"  # OpenRLHF's folders
     if name not in roles:
         held = "one model without roles" if "" in roles else ", ".join(roles)
         raise NotFoundError(f"{step_dir}: has no role {name}; it holds {held}")

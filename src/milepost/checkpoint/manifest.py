@@ -82,7 +82,7 @@ def read_manifest(step_dir: Path) -> Manifest:
         raise IncompleteError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{path} is no manifest of milepost: it was cut off or altered") from None
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
-
-import xxhash
 
 from milepost.errors import DamagedError
 from milepost.layouts.huggingface import CHECKSUMS
@@ -49,6 +46,8 @@ class FileProblem:
 
 def digest_file(path: Path, progress: Progress | None = None) -> str:
     """xxh3_128 of a file, in hex. `progress` is called with bytes just read."""
+    import xxhash  # noqa: PLC0415  only what asks for checksums needs it
+
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -62,6 +61,8 @@ def record_files(
     directory: Path, names: Iterable[str], workers: int, progress: Progress | None = None
 ) -> tuple[FileRecord, ...]:
     """Records of these files, `workers` of them read at a time; just written, they come from the page cache."""
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  takes long to import, and few calls need it
+
     lock = Lock()
 
     def told(count: int) -> None:
@@ -113,7 +114,7 @@ def read_checksums(directory: Path) -> tuple[FileRecord, ...] | None:
         return None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{path} holds no checksums: it was cut off or altered") from None
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 
 from milepost.errors import CallError
 from milepost.index import Bits, TensorEntry, TensorIndex
+from milepost.settings import setting
 from milepost.transfer import Window, cast_bits, cast_dtype, windows
 from milepost.transfer.execute import OpenFiles, Progress, Update, read_as, read_window, window_bytes_for
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """How to compare. Sizes in bytes."""
+
+    dtype: str = setting("keep", "keep, bf16, fp16 or fp32. Integers keep their type.")
+    atol: float = setting(0.0, "Absolute tolerance; 0 with --rtol 0: bit for bit.")
+    rtol: float = setting(0.0, "Tolerance relative to the reference.")
+    memory_limit: int = setting("1GiB", "Bound on the memory for tensor data.", size=True)
 
 
 @dataclass(frozen=True)
@@ -32,51 +44,69 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class LogitsReport:
+    """Logits of the checkpoint against those of the reference: how many differ beyond the tolerance, of how many, and
+    the largest absolute and relative difference."""
+
+    elements: int
+    numel: int
+    max_abs: float
+    max_rel: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two answer alike."""
+        return not self.elements
+
+
+@dataclass(frozen=True)
 class Report:
-    """The verdict: `ok` where there is no difference."""
+    """The verdict: `ok` where there is no difference, nor one of logits where they were compared."""
 
     tensors: int
     nbytes: int
     differences: tuple[Difference, ...]
+    logits: LogitsReport | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the two are the same model."""
-        return not self.differences
+        return not self.differences and (self.logits is None or self.logits.ok)
 
 
 def compare(
     index: TensorIndex,
     reference: TensorIndex,
+    options: CompareOptions | None = None,
     *,
-    dtype: str = "keep",
-    atol: float = 0.0,
-    rtol: float = 0.0,
-    memory_limit: int = 2**30,
     progress: Progress | None = None,
     updates: Mapping[str, Update] | None = None,
+    allow_missing: Sequence[str] = (),
 ) -> Report:
-    """Compare a checkpoint, cast to `dtype` as a merge would cast it, with a reference, tensor by tensor.
+    """Compare a checkpoint, cast as a merge would cast it, with a reference, tensor by tensor.
 
-    `updates` are added to the tensors that they name, as a merge would add them.
+    `updates` change the tensors that they name, as a merge would change them. Names that a pattern of `allow_missing`
+    matches may be missing.
 
     With both tolerances 0 values must be equal bit for bit (0.0 and -0.0 differ, a NaN equals the same NaN). Otherwise
     |a - b| <= atol + rtol * |b|, and NaN equals NaN.
     """
+    options = options or CompareOptions()
+    atol, rtol = options.atol, options.rtol
     if not (atol >= 0 and rtol >= 0):
         raise CallError(f"--atol {atol} --rtol {rtol}: a tolerance is 0 or more")
     differences: list[Difference] = []
-    window = window_bytes_for(memory_limit, 2)
+    window = window_bytes_for(options.memory_limit, 2)
     with OpenFiles() as files:
         for name in reference:
-            if name not in index:
+            if name not in index and not any(fnmatchcase(name, pattern) for pattern in allow_missing):
                 differences.append(Difference(name, "missing", "in the reference, not in the checkpoint"))
         for name, entry in index.items():
             other = reference.get(name)
             if other is None:
                 differences.append(Difference(name, "extra", "in the checkpoint, not in the reference"))
                 continue
-            wanted = cast_dtype(name, entry.dtype, dtype)
+            wanted = cast_dtype(name, entry.dtype, options.dtype)
             if entry.shape != other.shape:
                 detail = f"{list(entry.shape)} in the checkpoint, {list(other.shape)} in the reference"
                 differences.append(Difference(name, "shape", detail))

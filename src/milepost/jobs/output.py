@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,16 +11,7 @@ from pathlib import Path
 
 from milepost.errors import CallError, WriteError
 from milepost.layouts.huggingface import CONFIG
-
-_CAUSES = {
-    errno.ENOSPC: "the disk is full; make room and try again",
-    errno.EDQUOT: "your disk quota is used up; make room and try again",
-    errno.EROFS: "the file system is read-only; choose another place",
-    errno.EACCES: "no permission to write there; choose another place",
-    errno.EPERM: "no permission to write there; choose another place",
-    errno.EEXIST: "a part of the path is a file; choose another place",
-    errno.ENOTDIR: "a part of the path is a file; choose another place",
-}
+from milepost.wording import disk_error
 
 
 @contextmanager
@@ -38,7 +27,7 @@ def output_directory(target: Path, *, overwrite: bool, sources: Iterable[Path] =
         target.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(target):
             _check_target(target, overwrite, sources)
-            building = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+            building = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
             building.mkdir()
             try:
                 yield building
@@ -47,12 +36,7 @@ def output_directory(target: Path, *, overwrite: bool, sources: Iterable[Path] =
             finally:
                 shutil.rmtree(building, ignore_errors=True)
     except OSError as error:
-        raise WriteError(f"{target}: cannot be written: {describe(error)}") from None
-
-
-def describe(error: OSError) -> str:
-    """What an error of the file system means for the user, and what to do."""
-    return _CAUSES.get(error.errno or 0) or f"{error.strerror or error}"
+        raise WriteError(f"{target}: cannot be written: {disk_error(error)}") from None
 
 
 def sync_tree(directory: Path) -> None:
@@ -90,7 +74,7 @@ def _check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> Non
 def _replace(target: Path, building: Path) -> None:
     """Put `building` in the place of `target`; what was there goes only once the new one stands."""
     if target.exists():
-        old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+        old = target.with_name(f".{target.name}.{os.urandom(4).hex()}.old")
         target.rename(old)
         try:
             building.rename(target)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,11 +31,10 @@ from threading import Event, Thread
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-import xxhash
-
 from milepost.errors import CallError, CheckpointError, DamagedError, MilepostError, WriteError
 from milepost.jobs.checksums import FileRecord
-from milepost.jobs.output import describe, output_directory
+from milepost.jobs.output import output_directory
+from milepost.wording import disk_error
 
 _POLL = 0.1  # seconds between two looks at the meeting
 _BEAT = 1.0  # seconds between two signs of life
@@ -62,6 +60,8 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
         return None
     if size < 2 or not 0 <= rank < size:
         return None
+    import xxhash  # noqa: PLC0415  only a launch of several ranks needs it
+
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     named = "\0".join(environment.get(name, "") for name in names)
     return Launch(rank, size, xxhash.xxh3_64_hexdigest(named.encode())[:8])
@@ -90,7 +90,7 @@ class Team:
         self._target = target.absolute()
         self._patience = patience
         self._place = self._target.with_name(f".{target.name}.{launch.key}.ranks")
-        self._nonce = secrets.token_hex(8)
+        self._nonce = os.urandom(8).hex()
         self._ended = Event()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last sign of life, and when it was noticed
         self._looked = 0.0
@@ -120,7 +120,7 @@ class Team:
                 self._wait(self._enrolled, [0])
         except OSError as error:
             self._stay_away()
-            raise WriteError(f"{self._place}: cannot be written: {describe(error)}") from None
+            raise WriteError(f"{self._place}: cannot be written: {disk_error(error)}") from None
         except BaseException:
             self._stay_away()
             raise
@@ -162,7 +162,7 @@ class Team:
             try:
                 yield self._target.with_name(self._read("building"))
             except OSError as error:
-                raise WriteError(f"{self._target}: cannot be written: {describe(error)}") from None
+                raise WriteError(f"{self._target}: cannot be written: {disk_error(error)}") from None
 
     def gather(
         self, directory: Path, plan: str, files: Mapping[str, int], records: Iterable[FileRecord]

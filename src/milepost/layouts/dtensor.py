@@ -9,6 +9,7 @@ it from left to right would give right sizes at wrong offsets for uneven shards.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,25 @@ class ShardedRef:
     mesh: Mesh
 
 
-def sharded_ref(value: Any) -> ShardedRef | None:
+Shards = tuple[tuple[int, int, int], ...]
+"""(mesh dimension, the tensor dimension that it cuts, split factor), for those that cut any."""
+Order = tuple[tuple[int, Shape], ...]
+"""(tensor dimension, mesh dimensions that cut it in order), where torch notes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memo:
+    """What was found out already in one object graph: all its tensors share a mesh, and most are cut alike.
+
+    meshes:  by the identity of their records
+    boxes:   by mesh, shape, shards and order of cuts
+    """
+
+    meshes: dict[int, Mesh]
+    boxes: dict[tuple[int, Shape, Shards, Order | None], Box]
+
+
+def sharded_ref(value: Any, memo: Memo | None = None) -> ShardedRef | None:
     """What a value of a state dict says of its box, or None where it is no DTensor.
 
     Raises DamagedError where its parts are missing or contradict each other.
@@ -48,19 +67,26 @@ def sharded_ref(value: Any) -> ShardedRef | None:
     if not isinstance(value, Record) or value.kind != _DTENSOR:
         return None
     try:
-        return _sharded_ref(value)
+        return _sharded_ref(value, memo or Memo({}, {}))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DamagedError(f"a DTensor that cannot be read ({type(error).__name__})") from None
 
 
-def _sharded_ref(value: Record) -> ShardedRef:
+def _sharded_ref(value: Record, memo: Memo) -> ShardedRef:
     local, spec = value.field("_local_tensor"), value.field("_spec")
     if not isinstance(local, TensorRef) or not isinstance(spec, Record):
         raise DamagedError("a DTensor without a local tensor")
-    mesh = _mesh(spec.field("mesh"))
+    record = spec.field("mesh")
+    mesh = memo.meshes.get(id(record))
+    if mesh is None:
+        mesh = memo.meshes[id(record)] = _mesh(record)
     shape = _shape(spec.field("tensor_meta"))
-    cuts = _cuts(spec.field("placements"), mesh.sizes, spec.fields().get("shard_order"))
-    box = local_box(shape, cuts, mesh)
+    order = spec.fields().get("shard_order")
+    noted = None if order is None else tuple((int(entry.args[0]), tuple(map(int, entry.args[1]))) for entry in order)
+    key = (id(record), shape, _shards(spec.field("placements"), mesh.sizes), noted)
+    box = memo.boxes.get(key)
+    if box is None:
+        box = memo.boxes[key] = local_box(shape, _cuts(key[2], mesh.sizes, noted), mesh)
     if box.sizes != local.shape:
         raise DamagedError(
             f"a local tensor of shape {list(local.shape)} where mesh and placement give {list(box.sizes)}"
@@ -68,8 +94,12 @@ def _sharded_ref(value: Record) -> ShardedRef:
     return ShardedRef(local, shape, box, mesh)
 
 
-def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
-    """The box of the rank at `mesh.coordinate`; `cuts`: tensor dimension -> mesh dimensions that cut it, in order."""
+Cuts = Mapping[int, Sequence[int]]
+"""Tensor dimension -> the mesh dimensions that cut it, in order."""
+
+
+def local_box(shape: Shape, cuts: Cuts, mesh: Mesh) -> Box:
+    """The box of the rank at `mesh.coordinate`."""
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in cuts.items():
         if not 0 <= dim < len(shape):
@@ -82,26 +112,33 @@ def local_box(shape: Shape, cuts: dict[int, list[int]], mesh: Mesh) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _cuts(placements: Any, mesh_sizes: Shape, shard_order: Any) -> dict[int, list[int]]:
-    """Tensor dimension -> the mesh dimensions that cut it, in order. `shard_order`: the order where torch notes it, as
-    pairs of the same kind; None where split factors tell it, and in older torch."""
+def _shards(placements: Any, mesh_sizes: Shape) -> Shards:
     if not isinstance(placements, tuple | list) or len(placements) != len(mesh_sizes):
         raise DamagedError(f"placements that do not fit a mesh of {len(mesh_sizes)} dimensions")
-    shards: dict[int, list[tuple[int, int]]] = {}
+    shards = []
     for mesh_dim, placement in enumerate(placements):
         kind = placement.kind.rpartition(".")[2] if isinstance(placement, Record) else "?"
         if kind in ("Shard", "_StridedShard"):
             fields = placement.fields() or dict(zip(("dim", "split_factor"), placement.args, strict=False))
             factor = int(fields["split_factor"]) if kind == "_StridedShard" else 1
-            shards.setdefault(int(fields["dim"]), []).append((mesh_dim, factor))
+            shards.append((mesh_dim, int(fields["dim"]), factor))
         elif kind != "Replicate":
             raise DamagedError(f"placement {kind} on mesh dimension {mesh_dim}: its values are sums still to be made")
-    cuts = {dim: _order(factors, mesh_sizes) for dim, factors in shards.items()}
-    if shard_order is not None:
-        noted = {entry.args[0]: list(entry.args[1]) for entry in shard_order}
-        if {dim: sorted(mesh_dims) for dim, mesh_dims in noted.items()} != {d: sorted(m) for d, m in cuts.items()}:
+    return tuple(shards)
+
+
+def _cuts(shards: Shards, mesh_sizes: Shape, noted: Order | None) -> Cuts:
+    """Which mesh dimensions cut which tensor dimension. `noted`: their order where torch notes it; None where split
+    factors tell it, and in older torch."""
+    factors: dict[int, list[tuple[int, int]]] = {}
+    for mesh_dim, dim, factor in shards:
+        factors.setdefault(dim, []).append((mesh_dim, factor))
+    cuts = {dim: _order(of_dim, mesh_sizes) for dim, of_dim in factors.items()}
+    if noted is not None:
+        order = {dim: list(mesh_dims) for dim, mesh_dims in noted}
+        if {dim: sorted(mesh_dims) for dim, mesh_dims in order.items()} != {d: sorted(m) for d, m in cuts.items()}:
             raise DamagedError("a shard order that does not fit the placements")
-        return noted
+        return order
     return cuts
 
 

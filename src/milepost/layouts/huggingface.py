@@ -160,23 +160,27 @@ def companion_files(directory: Path) -> list[Path]:
 _OURS = {"README.md", "training_args.bin", "milepost_base.json", ADAPTER_CONFIG, LORA_META, CHECKSUMS}
 # What HF Trainer and NeMo note of a run beside the model's own files.
 _OURS |= {"trainer_state.json", "fqn_to_file_index_mapping.json"}
+# What DeepSpeed puts there: the name of the last tag, and its scripts.
+_OURS |= {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
 _OURS |= {f"{kind}_results.json" for kind in ("all", "train", "eval", "test")}
 
 
 def find_companions(role_directory: Path) -> Path | None:
-    """Where a role directory's companions lie: `huggingface/`, the older sibling `<role>_huggingface`, or itself.
+    """Where a role directory's companions lie: `huggingface/` (verl 0.9's Megatron: `model/huggingface/`), the older sibling `<role>_huggingface`, or itself.
 
-    Trainers that write torch DCP folders put them elsewhere: `.hf_metadata` beside the weights (NeMo Automodel), or one
-    or two directories above (HF Trainer: the output directory of `checkpoint-N/pytorch_model_fsdp_0`).
+    Other trainers put them elsewhere: `.hf_metadata` beside the weights (NeMo Automodel), or one or two directories
+    above (HF Trainer: `checkpoint-N/global_stepN`, the output directory of `checkpoint-N/pytorch_model_fsdp_0`).
     """
     candidates = (
         role_directory / SUBDIRECTORY,
+        role_directory / "model" / SUBDIRECTORY,
         role_directory.with_name(f"{role_directory.name}_{SUBDIRECTORY}"),
         role_directory,
         *(role_directory / weights / ".hf_metadata" for weights in ("", "model", "weights/model")),
     )
     found = next((path for path in candidates if (path / CONFIG).is_file()), None)
-    return found or next((path for path in role_directory.resolve().parents[:2] if _is_model_config(path)), None)
+    above = (path / name for path in role_directory.resolve().parents[:2] for name in ("", SUBDIRECTORY))
+    return found or next((path for path in above if _is_model_config(path)), None)
 
 
 def _is_model_config(directory: Path) -> bool:
@@ -194,7 +198,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise NotFoundError(f"{path}: no such file; give the model's directory with --hf_model_path") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise DamagedError(f"{path}: not a JSON object")

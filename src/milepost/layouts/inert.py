@@ -7,7 +7,7 @@ built. Which name of a pickle becomes which of them is the table of `milepost.la
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -83,7 +83,9 @@ class Record(metaclass=SealedType):
         self.state = state
 
     def fields(self) -> dict[str, Any]:
-        """The attributes that its state would set: an instance dictionary, slots, or both."""
+        """The attributes that its state would set: an instance dictionary, slots, or both. Not to be altered."""
+        if type(self.state) is dict:
+            return self.state
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         merged: dict[str, Any] = {}
         for part in parts:
@@ -115,13 +117,64 @@ class Sealed(_Fixed):
         raise RefusedError(f"its pickle tries to set {name} on a function")
 
 
+def check_key(key: Any) -> None:
+    """Raise RefusedError for what may not be a key: tuples nested deep or without end, whose hash would not return, and
+    numbers beyond any use, which can be chosen to share one hash."""
+    if type(key) is tuple:
+        level, count = [key], 0
+        for _ in range(_KEY_DEPTH):
+            count += len(level)
+            level = [part for inner in level for part in inner if type(part) is tuple] if count <= _KEY_PARTS else level
+            if not level:
+                return
+        raise RefusedError("its pickle uses a tuple of tuples, nested deep, as a key")
+    if type(key) is int and key.bit_length() > _KEY_BITS:
+        raise RefusedError(f"its pickle uses a number of {key.bit_length()} bits as a key")
+
+
+_KEY_DEPTH = 8
+_KEY_PARTS = 1000  # tuples of a key
+_KEY_BITS = 60  # up to here a number is its own hash
+
+
 class PlainDict(dict[Any, Any]):
-    """An OrderedDict of a pickle; its attributes (torch puts `_metadata` there) are dropped."""
+    """A dictionary of a pickle, which looks at a key before it hashes it; the attributes of an OrderedDict (torch puts
+    `_metadata` there) are dropped."""
 
     __slots__ = ()
 
+    def __init__(self, items: Iterable[tuple[Any, Any]] = ()) -> None:
+        super().__init__()
+        for key, value in items.items() if isinstance(items, PlainDict) else items:
+            self[key] = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) is not str:
+            check_key(key)
+        super().__setitem__(key, value)
+
     def __setstate__(self, state: object) -> None:
         """Attributes of a dictionary carry no tensors."""
+
+
+class PlainSet:
+    """A set of a pickle, which looks at a member before it hashes it. No subclass of set: the unpickler would fill such
+    a one by itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.value: set[Any] = set()
+        for item in items:
+            self.add(item)
+
+    def add(self, item: Any) -> None:
+        """Add a member: what the unpickler calls."""
+        check_key(item)
+        self.value.add(item)
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise RefusedError("its pickle tries to alter a set")
 
 
 @dataclass(frozen=True)
@@ -191,6 +244,9 @@ def shown(name: str) -> str:
 
 def ints(values: Any) -> Shape:
     """A sequence of sizes. DamagedError for anything else."""
-    if not isinstance(values, tuple | list) or not all(isinstance(v, int) and v >= 0 for v in values):
+    if not isinstance(values, tuple | list):
         raise DamagedError("a shape that is no sequence of sizes")
+    for value in values:  # a loop: this is called three times a tensor
+        if not isinstance(value, int) or value < 0:
+            raise DamagedError("a shape that is no sequence of sizes")
     return tuple(values)

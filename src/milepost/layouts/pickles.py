@@ -25,6 +25,7 @@ from milepost.layouts.inert import (
     Array,
     ArrayType,
     PlainDict,
+    PlainSet,
     Record,
     Sealed,
     SealedType,
@@ -36,7 +37,7 @@ from milepost.layouts.inert import (
     scalar,
     shown,
 )
-from milepost.layouts.opcodes import check_proportion
+from milepost.layouts.opcodes import A_DICT, A_SET, harmless
 
 __all__ = ["GLOBALS", "SHARDED_TENSOR", "Record", "StorageRef", "TensorRef", "load", "plain", "record_type"]
 
@@ -61,8 +62,7 @@ def load(data: bytes, where: str, allowed: Mapping[str, Any] | None = None) -> A
     allowed:  what the pickle may name; default: `GLOBALS`
     """
     try:
-        check_proportion(data)
-        return _Unpickler(data, GLOBALS if allowed is None else allowed).load()
+        return _Unpickler(harmless(data), GLOBALS if allowed is None else allowed).load()
     except RefusedError as error:
         raise RefusedError(f"{where}: {error}; nothing was run. Do not use a file from this source") from None
     except DamagedError as error:
@@ -81,11 +81,17 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{_PYTHON2.get(module, module)}.{name}"
         found = self._allowed.get(full)
+        if found is None and full.startswith(_INERT_PACKAGES):
+            found = record_type(full)
         if found is None:
             raise RefusedError(f"its pickle asks for {shown(full)}, which no checkpoint needs")
         return found
 
-    def persistent_load(self, pid: Any) -> StorageRef:
+    def persistent_load(self, pid: Any) -> Any:
+        if pid is A_DICT:
+            return PlainDict()
+        if pid is A_SET:
+            return PlainSet()
         tag, kind, key, _location, numel = pid
         known = tag == "storage" and isinstance(kind, StorageType)
         if not (known and isinstance(key, str) and isinstance(numel, int)):
@@ -115,8 +121,8 @@ def _plain(value: Any, read_tensor: Callable[[TensorRef], Any], budget: Iterator
         return [_plain(v, read_tensor, budget) for v in value]
     if isinstance(value, tuple):
         return tuple(_plain(v, read_tensor, budget) for v in value)
-    if isinstance(value, set):
-        return {_plain(v, read_tensor, budget) for v in value}
+    if isinstance(value, PlainSet):
+        return {_plain(v, read_tensor, budget) for v in value.value}
     if isinstance(value, TensorRef):
         return read_tensor(value)
     if isinstance(value, Array):
@@ -186,15 +192,19 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _plain_dict(*items: Any) -> PlainDict:
-    return PlainDict(*items)
-
-
 _PYTHON2: Mapping[str, str] = MappingProxyType({"__builtin__": "builtins", "copy_reg": "copyreg"})
+
+_INERT_PACKAGES = ("megatron.",)
+"""Packages of which any name becomes a record: the settings that Megatron saves name dozens of its enums, by version.
+Like every record it remembers what it was built from, and does nothing."""
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 _RECORDS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "_io.BytesIO",
+    "signal.Signals",
     "torch.Tensor",
     "torch.device",
     "torch.nn.parameter.Parameter",
@@ -219,6 +229,13 @@ _RECORDS = (
     "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
     "torch.distributed.remote_device._remote_device",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScalerBase",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 )
 
 _OLDER: Mapping[str, str] = MappingProxyType(
@@ -268,9 +285,9 @@ _KINDS: Mapping[str, type[Record]] = MappingProxyType({kind: record_type(kind) f
 GLOBALS: Mapping[str, Any] = MappingProxyType(
     {
         "builtins.getattr": Sealed(_attribute),
-        "builtins.set": Sealed(lambda items=(): set(items)),
+        "builtins.set": Sealed(PlainSet),
         "builtins.bytes": Sealed(lambda: b""),  # how protocol 2 writes no bytes
-        "collections.OrderedDict": Sealed(_plain_dict),
+        "collections.OrderedDict": Sealed(PlainDict),
         "torch.Size": Sealed(ints),
         "torch.serialization._get_layout": Sealed(_nothing),
         "torch._utils._rebuild_tensor_v2": Sealed(_tensor),

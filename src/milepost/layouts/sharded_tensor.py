@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.errors import DamagedError
-from milepost.index import Box, Shape
+from milepost.index import DTYPES, Box, Shape
 from milepost.layouts.pickles import SHARDED_TENSOR, Record, TensorRef
 
 
@@ -51,6 +51,8 @@ def _sharded_tensor_ref(value: Record) -> ShardedTensorRef:
     local, metadata, group, _spec, _rrefs = value.state
     shape = _sizes(metadata.field("size"))
     dtype = metadata.field("tensor_properties").state[0]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedError("a ShardedTensor of an unknown type")
     boxes = [_box(shard) for shard in metadata.field("shards_metadata")]
     for box in boxes:
         if len(box.sizes) != len(shape) or (box.volume and box.intersect(Box.whole(shape)) != box):

@@ -7,6 +7,11 @@ PEFT's names, below `base_model.model.` (absent where transformers itself added 
     X.lora_B.default.weight [out, r]
     X.lora_embedding_A.default [r, rows]  of an embedding: weight + scale * (B @ A)^T
     X.lora_embedding_B.default [width, r]
+    X.lora_B.default.bias [out]           what is added to the module's bias
+    X.lora_magnitude_vector.default.weight [out]  of DoRA: what the rows of the sum are long
+    X.lora_A.default.weight [experts*r, in]   of a parameter X.P [experts, out, in] of a module without layers of its
+    X.lora_B.default.weight [out, r*experts]  own: expert e has rows e*r to (e+1)*r of A, columns e, e+experts, ... of B
+    X.base_layer.lora_A.default.weight        the same of another parameter of X, when two have an adapter
     X.modules_to_save.default.weight      a module that was trained whole ...
     X.original_module.weight              ... and what it was before
 
@@ -19,59 +24,111 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from milepost.edits import permute
+from milepost.edits import every, narrow, permute
 from milepost.errors import MismatchError
-from milepost.index import TensorEntry, TensorIndex
+from milepost.index import Shape, TensorEntry, TensorIndex
 from milepost.mapping.wrappers import regroup
 from milepost.transfer.lowrank import LowRank
 
 PREFIX = "base_model.model."
 DEFAULT = "default"
+BASE_LAYER = "base_layer"
 _FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE = "lora_magnitude_vector"
+_BIAS = "bias"
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The two factors of one module: a [r, in] and b [out, r]; `embedding`: of the transposed weight."""
+    """What an adapter holds of one module.
+
+    a:          [r, in], or [experts * r, in] of a stack of experts
+    b:          [out, r], or [out, r * experts]
+    embedding:  whether they are factors of the transposed weight
+    magnitude:  DoRA's, [out]; None where it is LoRA alone
+    bias:       what is added to the module's bias, [out]; None where nothing is
+    """
 
     a: TensorEntry
     b: TensorEntry
     embedding: bool = False
+    magnitude: TensorEntry | None = None
+    bias: TensorEntry | None = None
 
     @property
     def rank(self) -> int:
-        """r."""
+        """r; of a stack of experts, r times their number."""
         return self.a.shape[0]
 
-    def update(self, scale: float, transposed: bool) -> LowRank:
-        """What they add to the module's weight; `transposed` where that is [in, out]."""
-        if transposed or self.embedding:
+    def fits(self, shape: Shape) -> bool:
+        """Whether a parameter of this shape, or a stack of them, can be what they are the factors of."""
+        sides = self.b.shape[0], self.a.shape[1]
+        if len(shape) not in (2, 3) or shape[-2:] not in (sides, sides[::-1]):
+            return False
+        return len(shape) == 2 or (shape[0] > 0 and self.rank % shape[0] == 0)
+
+    def update(self, scale: float, turned: bool) -> LowRank:
+        """What they add to the module's weight; `turned` where that is [in, out]."""
+        if turned or self.embedding:
             return LowRank(permute(self.a, (1, 0)), permute(self.b, (1, 0)), scale)
         return LowRank(self.b, self.a, scale)
+
+    def of_expert(self, expert: int, experts: int) -> Factors:
+        """Those of one expert of a stack."""
+        rank = self.rank // experts
+        return Factors(narrow(self.a, 0, expert * rank, rank), every(self.b, 1, expert, experts))
 
 
 @dataclass(frozen=True)
 class Adapter:
     """One adapter.
 
-    modules:  module -> its factors, in the state dict's order
+    modules:  module -> what it holds of it, in the state dict's order; `base_layer` is part of a name where a module
+              has several adapted parameters
     tensors:  all its tensors, under the names of PEFT's `adapter_model.safetensors`
     whole:    modules that were trained whole
-    dora:     whether it has magnitudes beside its factors (DoRA)
-    biases:   modules whose lora_B has a bias
     """
 
     modules: Mapping[str, Factors]
     tensors: Mapping[str, TensorEntry]
     whole: tuple[str, ...]
-    dora: bool
-    biases: tuple[str, ...]
 
-    def ranks(self) -> Counter[int]:
-        """How many modules have which r."""
-        return Counter(factors.rank for factors in self.modules.values())
+    @property
+    def dora(self) -> bool:
+        """Whether it has magnitudes beside its factors."""
+        return any(factors.magnitude is not None for factors in self.modules.values())
+
+    @property
+    def biased(self) -> bool:
+        """Whether it adds to biases."""
+        return any(factors.bias is not None for factors in self.modules.values())
+
+
+def owner_of(module: str) -> str:
+    """The model's own name of an adapter's module."""
+    return ".".join(part for part in module.split(".") if part != BASE_LAYER)
+
+
+def parameter_of(module: str, factors: Factors, shapes: Mapping[str, Shape]) -> str:
+    """The parameter that a module's factors change.
+
+    shapes:  the parameters of the model, under its names in memory
+
+    It is `weight` where the module has one. A module without layers of its own (a stack of experts) holds parameters of
+    other names, and which of them is meant shows in the shapes alone. MismatchError where none fits or several do.
+    """
+    owner = owner_of(module)
+    weight = f"{owner}.weight"
+    own = [weight] if weight in shapes else [n for n in shapes if n.rpartition(".")[0] == owner and len(shapes[n]) > 1]
+    fitting = [name for name in own if factors.fits(shapes[name])]
+    if len(fitting) == 1:
+        return fitting[0]
+    sides = f"[{factors.b.shape[0]}, {factors.rank}] and [{factors.rank}, {factors.a.shape[1]}]"
+    if fitting:
+        raise MismatchError(f"{module}: factors {sides} fit {' and '.join(fitting)}, and nothing says which is meant")
+    found = ", ".join(f"{name} {list(shapes[name])}" for name in own) or f"there is no {weight}"
+    raise MismatchError(f"{module}: no parameter of the base fits its LoRA factors {sides}: {found}")
 
 
 @dataclass(frozen=True)
@@ -80,19 +137,16 @@ class LoraRun:
 
     base:     the model as it was before, under its own names
     trained:  the tensors of modules that were trained whole, under the names that they replace
+    biases:   the base's biases, under the names that an adapter's file would give them: training may have changed them
     adapter:  the adapter
     notes:    what was left out, one line each
     """
 
     base: TensorIndex
     trained: Mapping[str, TensorEntry]
+    biases: Mapping[str, TensorEntry]
     adapter: Adapter
     notes: tuple[str, ...]
-
-
-def has_adapter(index: TensorIndex) -> bool:
-    """Whether a state dict holds an adapter of PEFT's."""
-    return any(".lora_" in name or ".modules_to_save." in name for name in index)
 
 
 def take_apart(index: TensorIndex) -> LoraRun:
@@ -112,7 +166,8 @@ def take_apart(index: TensorIndex) -> LoraRun:
     base = regroup(index, lambda name: places[name].base)
     trained = regroup(index, lambda name: places[name].trained if places[name].adapter == chosen else None)
     own = {place.key: index[name] for name, place in places.items() if place.adapter == chosen}
-    return LoraRun(index.with_entries(base), trained, _adapter(places, chosen, index, own), tuple(notes))
+    biases = {PREFIX + name: index[name] for name, place in places.items() if place.base and name.endswith(".bias")}
+    return LoraRun(index.with_entries(base), trained, biases, _adapter(places, chosen, index, own), tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -138,7 +193,7 @@ class _Place:
             return _Place(adapter=parts[at + 1], key=PREFIX + plain, module=".".join(parts[:at]), trained=plain)
         at = next((i for i, part in enumerate(parts) if part.startswith("lora_")), -1)
         if at < 0:
-            return _Place(base=".".join(part for part in parts if part not in ("base_layer", "original_module")))
+            return _Place(base=".".join(part for part in parts if part not in (BASE_LAYER, "original_module")))
         kind, rest = parts[at], parts[at + 1 :]
         if kind not in (*_FACTORS, _MAGNITUDE):
             raise MismatchError(f"{name}: {kind} is of another kind of adapter than LoRA, which milepost does not read")
@@ -153,20 +208,16 @@ def _adapter(
     places: Mapping[str, _Place], chosen: str, index: TensorIndex, tensors: Mapping[str, TensorEntry]
 ) -> Adapter:
     found: dict[str, dict[str, TensorEntry]] = {}
-    biases: list[str] = []
     whole: dict[str, None] = {}
     for name, place in places.items():
         if place.adapter != chosen:
             continue
         if place.trained is not None:
             whole[place.module] = None
-        elif place.key.endswith(".bias"):
-            biases.append(place.module)
         else:
-            found.setdefault(place.module, {})[place.kind] = index[name]
-    modules = {module: _factors(module, kinds) for module, kinds in found.items()}
-    dora = any(_MAGNITUDE in kinds for kinds in found.values())
-    return Adapter(modules, tensors, tuple(whole), dora, tuple(biases))
+            kind = _BIAS if place.key.endswith(".bias") else place.kind
+            found.setdefault(place.module, {})[kind] = index[name]
+    return Adapter({module: _factors(module, kinds) for module, kinds in found.items()}, tensors, tuple(whole))
 
 
 def _factors(module: str, kinds: Mapping[str, TensorEntry]) -> Factors:
@@ -177,5 +228,5 @@ def _factors(module: str, kinds: Mapping[str, TensorEntry]) -> Factors:
                 raise MismatchError(
                     f"{module}: factors of shape {list(a.shape)} and {list(b.shape)} make no LoRA update of a matrix"
                 )
-            return Factors(a, b, embedding=name_a != "lora_A")
+            return Factors(a, b, name_a != "lora_A", kinds.get(_MAGNITUDE), kinds.get(_BIAS))
     raise MismatchError(f"{module}: holds {', '.join(sorted(kinds))} and lacks the other factor")

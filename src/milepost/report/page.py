@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from milepost.checkpoint.facts import RunHistory
-from milepost.checkpoint.files import reason
 from milepost.checkpoint.history import read_history
 from milepost.checkpoint.status import ENDS, StepsOnDisk, require_run, steps_on_disk
 from milepost.errors import WriteError
@@ -21,7 +20,7 @@ from milepost.report.style import STYLE
 from milepost.report.svg import Markup, joined, markup
 from milepost.report.tables import headline, starts_table, steps_table
 from milepost.report.timeline import timeline
-from milepost.wording import counted, moment
+from milepost.wording import counted, disk_error, moment
 
 REPORT = "report.html"
 # The policy lets a browser load nothing at all, whatever stands in the page.
@@ -76,7 +75,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise WriteError(f"{target} cannot be written: {reason(error)}. Name another place with --output") from error
+        why = disk_error(error)
+        raise WriteError(f"{target} cannot be written: {why}. Name another place with --output") from error
     return target
 
 
