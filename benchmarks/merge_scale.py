@@ -4,7 +4,8 @@
 
 The checkpoints are sparse files of 8 ranks, so they cost no disk to hold; what is written (bfloat16, half of the
 float32 size) does. Each merge runs with its data segment limited to 512 MiB, so that memory that grows with the model
-is an error and not a number. Sizes that the disk cannot take are left out, and named.
+is an error and not a number. CPU seconds tell whether time is linear even on a machine that does other work. Sizes that
+the disk cannot take are left out, and named.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, list[Sample]]] = {}
-    print(f"{'float32 GB':>10}{'wall s':>9}{'GB/s':>7}{'peak RSS MB':>13}{'anonymous MB':>14}")
+    print(
+        f"{'float32 GB':>10}{'wall s':>9}{'GB/s':>7}{'cpu s':>8}{'cpu s/GB':>10}{'peak RSS MB':>13}{'anonymous MB':>14}"
+    )
     with tempfile.TemporaryDirectory(dir=options.work) as work:
-        for size in (float(text) for text in options.sizes.split(",")):
+        for wanted in (float(text) for text in options.sizes.split(",")):
             free = shutil.disk_usage(work).free
-            if free < size * 1e9 / 2 * 1.2:
-                print(f"{size:10.0f}  left out: it writes {size / 2:.0f} GB, {free / 1e9:.0f} GB are free")
+            if free < wanted * 1e9 / 2 * 1.2:
+                print(f"{wanted:10.0f}  left out: it writes {wanted / 2:.0f} GB, {free / 1e9:.0f} GB are free")
                 continue
             role, out = Path(work) / "actor", Path(work) / "out"
-            nbytes = make(role, _shape(size), WORLD_SIZE, sparse=True)
+            nbytes = make(role, _shape(wanted), WORLD_SIZE, sparse=True)
             merge = [sys.executable, "-m", "milepost", "merge", "-q", str(role), str(out), "--dtype", "bf16"]
             sample = run(["prlimit", f"--data={LIMIT}", "--", *merge])
-            results[f"{size:g} GB"] = {"milepost": [sample]}
+            results[f"{wanted:g} GB"] = {"milepost": [sample]}
             rss, anon = sample.peak_rss / 1e6, sample.peak_anon / 1e6
-            print(
-                f"{nbytes / 1e9:10.1f}{sample.wall:9.1f}{nbytes / 1e9 / sample.wall:7.2f}{rss:13.0f}{anon:14.0f}",
-                flush=True,
-            )
+            size, wall, cpu = nbytes / 1e9, sample.wall, sample.cpu
+            speed = f"{size:10.1f}{wall:9.1f}{size / wall:7.2f}{cpu:8.1f}{cpu / size:10.2f}"
+            print(f"{speed}{rss:13.0f}{anon:14.0f}", flush=True)
             shutil.rmtree(role)
             shutil.rmtree(out)
     if options.json:

@@ -226,3 +226,15 @@ def test_an_index_is_a_mapping_in_the_order_of_the_files_and_counts_a_tied_weigh
     assert index.nbytes == 2 * 24
     with pytest.raises(IncompleteError, match=r"^a: "):
         index.with_entries({"a": TensorEntry("int8", (2,), ())}).check_tiling()
+
+
+def test_bytes_that_lie_in_no_file_are_read_from_the_source_itself(tmp_path: Path) -> None:
+    # A number in an object graph, such as an optimizer's step count. The file named with it is never read.
+    values = np.arange(6, dtype="<f4").reshape(2, 3)
+    source = ByteSource(str(tmp_path / "file"), 0, (3, 1), values.tobytes())
+    (tmp_path / "file").touch()
+    entry = TensorEntry("float32", (2, 3), (Chunk(Box.whole((2, 3)), source),))
+    assert np.array_equal(entry.numpy(), values)
+    box = Box((1, 1), (1, 2))
+    assert np.array_equal(entry.bits(box).view("<f4"), values[box.slices()])
+    assert np.array_equal(entry.bits(Box((0, 2), (2, 1))).view("<f4"), values[:, 2:])

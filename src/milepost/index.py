@@ -4,7 +4,7 @@ Read this module first; everything else in milepost is written in its words.
 
     TensorIndex   name -> TensorEntry, plus the checkpoint's small non-tensor objects
     TensorEntry   dtype, shape, chunks
-    Chunk         one box of the tensor, and the source of its bytes
+    Chunk         one box of the tensor, and the source of its bytes; many may be held as columns (`milepost.chunks`)
     Box           offsets and sizes, one number a dimension (torch DCP's terms)
     ByteSource    file, byte offset, element strides
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,11 +142,14 @@ class ByteSource:
     file:     path of the file
     offset:   byte offset of the first element; a function where finding it costs a read that may never be needed
     strides:  steps in elements, one a dimension
+    data:     the bytes themselves where the file holds no run of them, such as a number in its object graph; `offset`
+              then counts from their beginning
     """
 
     file: str
     offset: int | Callable[[], int]
     strides: Shape
+    data: bytes | None = None
 
     def start(self) -> int:
         """Byte offset of the first element."""
@@ -192,6 +196,20 @@ def shifted(source: ByteSource, by: int) -> int | Callable[[], int]:
     return lambda: inner() + by
 
 
+class CompactChunks(Sequence[Chunk]):
+    """Chunks that are not held one by one (`milepost.chunks`), and what they can say without making each."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def pieces(self, box: Box, itemsize: int) -> Iterator[Chunk]:
+        """The parts of chunks that make up `box`."""
+
+    @abstractmethod
+    def tiles(self, shape: Shape) -> bool:
+        """Whether they are known to cover each element of a tensor of this shape exactly once."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor: its element type (torch's name), its global shape, the chunks that tile it, and, where it is only
@@ -214,6 +232,9 @@ class TensorEntry:
 
     def pieces(self, box: Box) -> Iterator[Chunk]:
         """The parts of chunks that make up `box`."""
+        if isinstance(self.chunks, CompactChunks):
+            yield from self.chunks.pieces(box, itemsize(self.dtype))
+            return
         for chunk in self.chunks:
             shared = chunk.box.intersect(box)
             if shared is not None:
@@ -225,6 +246,8 @@ class TensorEntry:
         Boxes that together hold as many elements as the tensor, lie inside it, and are pairwise disjoint tile it.
         Disjointness is found by a sweep along one dimension, so only boxes that meet there are compared.
         """
+        if isinstance(self.chunks, CompactChunks) and self.chunks.tiles(self.shape):
+            return
         whole = Box.whole(self.shape)
         for chunk in self.chunks:
             if len(chunk.box.sizes) != len(self.shape) or (
@@ -302,7 +325,10 @@ def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
     if not out.size:
         return out
     source = chunk.source
-    if chunk.contiguous:
+    if source.data is not None:
+        held = np.frombuffer(source.data, out.dtype, offset=source.start())
+        out[...] = np.lib.stride_tricks.as_strided(held, out.shape, [s * out.itemsize for s in source.strides])
+    elif chunk.contiguous:
         read_exactly(fd, out.reshape(-1).data.cast("B"), source.start(), source.file)
     else:
         _read_strided(fd, out, source.strides, source.start(), source.file)

@@ -8,10 +8,10 @@ first step are zeros on every rank, and norms ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import xxhash
 
 from milepost.errors import DamagedError
 from milepost.index import Box, bits_dtype, itemsize
@@ -30,25 +30,39 @@ def refuse_copies(files: Sequence[TorchFile], tensors: Sequence[Sequence[Pieces]
     tensors: for each sharded tensor the pieces of every rank, in rank order; others may be empty or left out
     """
     sharded = [of_ranks for of_ranks in tensors if len(of_ranks) == len(files)]
-    first: dict[tuple[Any, ...], int] = {}
+    first: dict[bytes, int] = {}
     for rank, file in enumerate(files):
-        checksums = {record.name: (record.crc32, record.size) for record in file.records()}
-        content = tuple(
-            (checksums.get(f"data/{ref.storage.key}"), ref.shape, ref.strides, ref.offset)
-            for of_ranks in sharded
-            for ref, box in of_ranks[rank]
-            if box.volume
-        )
+        content = content_of(file, (piece for of_ranks in sharded for piece in of_ranks[rank]))
         other = first.setdefault(content, rank)
-        if content and other != rank and _copied(files[other], file, [(t[other], t[rank]) for t in sharded]):
-            raise DamagedError(
-                f"{file.path}: holds the same values as {files[other].path.name} in every sharded tensor, though they "
-                "are to hold different parts; one was written over the other"
-            )
+        if content and other != rank:
+            refuse_copy(files[other], file, [(t[other], t[rank]) for t in sharded])
 
 
-def _copied(left: TorchFile, right: TorchFile, pairs: list[tuple[Pieces, Pieces]]) -> bool:
-    """Whether two files of equal checksums hold equal values, not all alike, in places that are to differ."""
+def content_of(file: TorchFile, pieces: Iterable[tuple[TensorRef, Box]]) -> bytes:
+    """A digest of the checksums of pieces of a file that are not empty; empty where there are none."""
+    hashed = xxhash.xxh3_128()
+    some = False
+    for ref, box in pieces:
+        if box.volume:
+            hashed.update(repr((file.checksum(ref), ref.shape, ref.strides, ref.offset)).encode())
+            some = True
+    return hashed.digest() if some else b""
+
+
+def refuse_copy(left: TorchFile, right: TorchFile, pairs: Sequence[tuple[Pieces, Pieces]]) -> None:
+    """Raise DamagedError where two files of equal checksums hold equal values in places that are to differ.
+
+    pairs: the pieces of both files, for each sharded tensor
+    """
+    if _copied(left, right, pairs):
+        raise DamagedError(
+            f"{right.path}: holds the same values as {left.path.name} in every sharded tensor, though they "
+            "are to hold different parts; one was written over the other"
+        )
+
+
+def _copied(left: TorchFile, right: TorchFile, pairs: Sequence[tuple[Pieces, Pieces]]) -> bool:
+    """Whether two files hold equal values, not all alike, in places that are to differ."""
     if all([box for _, box in ours] == [box for _, box in theirs] for ours, theirs in pairs):
         return False  # replicas
     telling = False
