@@ -77,7 +77,7 @@ def test_a_difference_is_exit_status_1_and_named(zoo: Path, capfd: pytest.Captur
         (["merge", "{nowhere}", "{out}"], 2, "no such directory"),
         (["merge", "{empty}", "{out}"], 2, "holds no checkpoint"),
         (["merge", "{role}/fsdp.txt", "{out}"], 2, "is a file"),
-        (["merge", "{role}", "{out}", "--backend", "horovod"], 2, "choose from auto, fsdp, huggingface"),
+        (["merge", "{role}", "{out}", "--backend", "horovod"], 2, "choose from auto, fsdp, deepspeed"),
         (["merge", "{role}", "{out}", "--dtype", "int4"], 2, "choose from keep, bf16, fp16, fp32"),
         (["merge", "{role}", "{out}", "--memory_limit", "much"], 2, "is no size"),
         (["merge", "{role}"], 2, "OUT or --target_dir"),

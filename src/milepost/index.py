@@ -367,6 +367,13 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, file: str) -> None:
         done += count
 
 
+def write_exactly(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at byte `offset` of an open file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
 @dataclass(frozen=True)
 class TensorIndex(Mapping[str, TensorEntry]):
     """The picture of one checkpoint (of one role): a mapping of tensor names to entries.

@@ -29,7 +29,7 @@ def test_another_backend_than_the_files_have_finds_nothing(fsdp_checkpoints: Pat
 
 
 def test_an_unknown_backend_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(CallError, match="--backend hf: choose from auto, fsdp, huggingface"):
+    with pytest.raises(CallError, match="--backend hf: choose from auto, fsdp, deepspeed, "):
         find_layout(tmp_path, "hf")
 
 
@@ -46,3 +46,7 @@ def test_a_directory_that_is_empty_or_none(tmp_path: Path) -> None:
 
 def test_names_of_layouts_are_distinct() -> None:
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
+
+
+def test_a_layout_is_listed_under_its_own_name() -> None:
+    assert [layout.name for layout in LAYOUTS] == [layout.itself.name for layout in LAYOUTS]  # type: ignore[attr-defined]

@@ -4,24 +4,61 @@ torchfile, pickles            torch.save archives as byte ranges, read without t
 dtensor, sharded_tensor       which box of a tensor a rank's part is
 fsdp                          one set of files a rank: verl's layout, FSDP1 and FSDP2
 dcp                           folders of torch.distributed.checkpoint: accelerate, HF Trainer, torchtitan, NeMo-RL
+megatron                      Megatron-LM, verl, slime: classic files of ranks, and dist checkpoints (torch_dist)
+zero                          DeepSpeed's files: ZeRO-3 (zero3), ZeRO-1 and 2 (zero12)
 huggingface, safetensors      safetensors directories: reading and writing
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from milepost.errors import CallError, NotFoundError
 from milepost.index import TensorIndex
-from milepost.layouts import dcp
 from milepost.layouts.base import Layout
-from milepost.layouts.dcp import DcpLayout
-from milepost.layouts.fsdp import FsdpLayout
-from milepost.layouts.huggingface import HuggingFaceLayout
 
-LAYOUTS: tuple[Layout, ...] = (FsdpLayout(), HuggingFaceLayout(), DcpLayout())
-"""Every layout that can be read, in the order in which `auto` asks them."""
+
+@dataclass(frozen=True)
+class _OnDemand:
+    """A layout whose module is imported once it is asked something: a checkpoint needs one, and a start that is quick.
+
+    name:        what `--backend` calls it
+    home, kind:  its module beside this one, and its class there
+    """
+
+    name: str
+    home: str
+    kind: str
+
+    @property
+    def itself(self) -> Any:
+        return getattr(import_module(f"{__name__}.{self.home}"), self.kind)()
+
+    def recognises(self, directory: Path) -> bool:
+        return bool(self.itself.recognises(directory))
+
+    def open(self, directory: Path) -> TensorIndex:
+        index: TensorIndex = self.itself.open(directory)
+        return index
+
+    def describe(self, directory: Path) -> str | None:
+        """What was recognised, in words, where the layout has several forms."""
+        layout = self.itself
+        return layout.describe(directory) if hasattr(layout, "describe") else None
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    _OnDemand("fsdp", "fsdp", "FsdpLayout"),
+    _OnDemand("deepspeed", "zero", "DeepSpeedLayout"),
+    _OnDemand("megatron", "megatron", "MegatronLayout"),
+    _OnDemand("huggingface", "huggingface", "HuggingFaceLayout"),
+    _OnDemand("dcp", "dcp", "DcpLayout"),
+)
+"""Every layout that is read, in the order in which `auto` asks them: a trainer's files before a model beside them."""
 
 
 def find_layout(directory: Path, backend: str = "auto") -> Layout | None:
@@ -49,13 +86,15 @@ def open_directory(directory: Path, backend: str = "auto") -> TensorIndex:
 
 def describe(directory: Path, layout: Layout) -> str | None:
     """What was recognised, in words, where a layout has several forms."""
-    return layout.describe(directory) if isinstance(layout, DcpLayout) else None
+    return layout.describe(directory) if isinstance(layout, _OnDemand) else None
 
 
 def archives(index: TensorIndex) -> Iterator[tuple[Path, tuple[int, int] | None]]:
     """Where the torch.save archives of an opened checkpoint lie, as `TorchFile` takes them; records have a CRC-32."""
     yield from ((path, None) for path in index.files if path.suffix == ".pt")
-    if index.layout == DcpLayout.name:
+    if index.layout in ("dcp", "megatron"):
+        from milepost.layouts import dcp  # noqa: PLC0415  see _OnDemand
+
         yield from ((span.file, (span.start, span.length)) for span in dcp.archives(index))
 
 

@@ -38,7 +38,7 @@ MAX_HEADER = 100_000_000
 
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _BY_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES.values()}
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp")
 
 
 class HuggingFaceLayout:
@@ -162,14 +162,17 @@ _OURS = {"README.md", "training_args.bin", "milepost_base.json", ADAPTER_CONFIG,
 _OURS |= {"trainer_state.json", "fqn_to_file_index_mapping.json"}
 # What DeepSpeed puts there: the name of the last tag, and its scripts.
 _OURS |= {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
+# What Megatron and verl note beside a dist checkpoint.
+_OURS |= {"metadata.json", "transformer_config.json", "ckpt_contents.json", "latest_checkpointed_iteration.txt"}
 _OURS |= {f"{kind}_results.json" for kind in ("all", "train", "eval", "test")}
 
 
 def find_companions(role_directory: Path) -> Path | None:
-    """Where a role directory's companions lie: `huggingface/` (verl 0.9's Megatron: `model/huggingface/`), the older sibling `<role>_huggingface`, or itself.
+    """Where a role directory's companions lie: `huggingface/`, the older sibling `<role>_huggingface`, or itself.
 
-    Other trainers put them elsewhere: `.hf_metadata` beside the weights (NeMo Automodel), or one or two directories
-    above (HF Trainer: `checkpoint-N/global_stepN`, the output directory of `checkpoint-N/pytorch_model_fsdp_0`).
+    verl 0.9 has `model/huggingface/` under Megatron. Other trainers put them elsewhere: `.hf_metadata` beside the
+    weights (NeMo Automodel), or one or two directories above (HF Trainer: `checkpoint-N/global_stepN`, the output
+    directory of `checkpoint-N/pytorch_model_fsdp_0`).
     """
     candidates = (
         role_directory / SUBDIRECTORY,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.errors import DamagedError, NotFoundError
-from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk, read_exactly
+from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk, read_exactly, write_exactly
 from milepost.transfer.cast import BLOCK, Cast, cast_bits, no_warnings
 from milepost.transfer.crew import in_threads
 from milepost.transfer.plan import Window
@@ -237,10 +237,3 @@ def start_flush(fd: int, offset: int, count: int) -> None:
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(fd, offset, count, _SYNC_FILE_RANGE_WRITE)
-
-
-def write_exactly(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset` of an open file."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
