@@ -10,7 +10,8 @@ import torch
 from milepost.engines.base import LiveTensor
 from milepost.index import Bits, Box
 
-_SIGNED = {1: (np.int8, torch.int8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class LiveSink:
@@ -34,10 +35,15 @@ class LiveSink:
 
     def write(self, name: str, box: Box, bits: Bits) -> None:
         """Copy bit patterns into the view whose box holds `box`."""
+        as_numpy = _NUMPY[bits.itemsize]
+        # (numpy's contiguous copy of a scalar would have one dimension.)
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(as_numpy).reshape(bits.shape))
+        for place in self.places(name, box):
+            place.copy_(values)
+
+    def places(self, name: str, box: Box) -> Iterator[torch.Tensor]:
+        """Where `box` lies, as signed integers of the elements' size: no value can change, and every torch knows these
+        types."""
         for owned, view in self._tensors[name].boxes:
             if owned.intersect(box) == box:
-                as_numpy, as_torch = _SIGNED[bits.itemsize]
-                # As signed integers of the same size: no value can change, and every torch knows these types.
-                # (numpy's contiguous copy of a scalar would have one dimension.)
-                values = torch.from_numpy(np.ascontiguousarray(bits).view(as_numpy).reshape(bits.shape))
-                view.detach()[box.within(owned).slices()].view(as_torch).copy_(values)
+                yield view.detach()[box.within(owned).slices()].view(SIGNED[view.element_size()])
