@@ -18,6 +18,7 @@ from milepost.wording import disk_error
         (errno.EFBIG, "File too large for the file system or for `ulimit -f`; choose another place"),
         (errno.EROFS, "the file system is read-only; choose another place"),
         (errno.EACCES, "no permission to write there; choose another place"),
+        (errno.EEXIST, "a file of that name is there already; choose another place"),
         (errno.ENOTDIR, "a part of the path is a file; choose another place"),
         (errno.EIO, "Input/output error"),
     ],

@@ -60,7 +60,7 @@ _REFUSALS = {
     errno.EROFS: ("the file system is read-only", _ELSEWHERE),
     errno.EACCES: ("no permission to write there", _ELSEWHERE),
     errno.EPERM: ("no permission to write there", _ELSEWHERE),
-    errno.EEXIST: ("a part of the path is a file", _ELSEWHERE),
+    errno.EEXIST: ("a file of that name is there already", _ELSEWHERE),
     errno.ENOTDIR: ("a part of the path is a file", _ELSEWHERE),
 }
 

@@ -22,7 +22,7 @@ from milepost.mapping import expected, names
 from milepost.mapping.families import FAMILIES
 from milepost.mapping.megatron import from_megatron, model_of, to_megatron
 from milepost.mapping.megatron.families import RULES
-from milepost.mapping.megatron.names import _pattern
+from milepost.mapping.megatron.names import pattern_of
 from milepost.mapping.megatron.parts import cut
 from milepost.mapping.megatron.spelling import DIST, LOCAL, TRANSFORMER_ENGINE, canonical, spelled
 from milepost.mapping.megatron.stacks import stacked
@@ -88,7 +88,7 @@ def as_parts(
     model = model_of(config)
     parts: dict[str, TensorEntry] = {}
     for name, entry in index.items():
-        pattern, _, expert = _pattern(name)
+        pattern, _, expert = pattern_of(name)
         rule = model.rules[pattern]
         whole = duplicate and rule.cut.or_whole and expert is None
         ranks = 1 if whole else etp if expert is not None else tp
@@ -158,7 +158,7 @@ def test_round_trip_through_stacks_moments_included(models: Models, number: int)
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 def test_every_tensor_of_a_family_has_one_rule(models: Models, number: int) -> None:
     model = model_of(CONFIGS[number])
-    assert all(_pattern(name)[0] in model.theirs for name in models[number].weights())
+    assert all(pattern_of(name)[0] in model.theirs for name in models[number].weights())
     assert set(RULES) <= set(FAMILIES)
 
 

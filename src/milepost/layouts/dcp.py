@@ -90,7 +90,8 @@ def archives(index: TensorIndex) -> Iterator[Span]:
     for directory in dict.fromkeys(path.parent for path in index.files if path.name.endswith(".metadata")):
         contents = read_contents(directory)
         tensors = (span for stored in contents.tensors.values() for span in stored.spans)
-        yield from (*tensors, *contents.objects.values(), *(copy for *_, copy in contents.replicas))
+        # several keys may name one archive
+        yield from dict.fromkeys((*tensors, *contents.objects.values(), *(copy for *_, copy in contents.replicas)))
 
 
 def _holds(directory: Path) -> bool:

@@ -27,6 +27,7 @@ from milepost.layouts.dcp import DcpLayout
 from milepost.layouts.dcp_metadata import holds_dcp
 from milepost.layouts.megatron_classic import EXTRA_STATE, extra_state_line, open_classic
 from milepost.layouts.megatron_files import folder_of_ranks
+from milepost.layouts.megatron_optimizer import DistObjects
 from milepost.layouts.torchfile import TorchFile
 
 DIST_METADATA = "metadata.json"
@@ -57,12 +58,15 @@ class MegatronLayout:
             assert ranks is not None
             return open_classic(ranks, self.name)
         opened = [_open_dist(folder) for folder in folders]
+        objects = DistObjects(_Objects(folders, [index.objects for index in opened]))
+        entries = {name: entry for index in opened for name, entry in index.items()}
+        moved = [name for name in entries if moment_name(name, "exp_avg") in entries]
         return TensorIndex(
-            {name: entry for index in opened for name, entry in index.items()},
+            entries | (objects.steps(moved, folders[0] / COMMON) if moved else {}),
             self.name,
             tuple(path for index in opened for path in index.files),
             max(index.world_size for index in opened),
-            _Objects(folders, [index.objects for index in opened]),
+            objects,
             tuple(line for index in opened for line in index.unread),
         )
 

@@ -23,6 +23,7 @@ from milepost.index import Box, TensorEntry, TensorIndex
 from milepost.layouts.inert import TensorRef
 from milepost.layouts.megatron_files import RankFile, read_ranks
 from milepost.layouts.megatron_numbers import offsets
+from milepost.layouts.megatron_optimizer import ClassicObjects, read_optimizer, state_files
 from milepost.layouts.megatron_parts import part_name
 from milepost.layouts.torchfile import TorchFile
 
@@ -63,6 +64,9 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
                 whole = _numbered(_LAYER, name, layers[stage, rank.pp])
                 for expert, part in _apart(rank, whole, ref, ranks, experts):
                     _keep(pieces.setdefault(expert, {}), rank.tp, _Piece(rank.file, part), expert)
+    optimizer = read_optimizer(folder)
+    for moment in optimizer.moments:
+        _keep(pieces.setdefault(moment.name, {}), moment.tp, _Piece(moment.file, moment.ref), moment.name)
     entries = {
         name if size == 1 else part_name(name, tp): piece.file.entry(piece.ref)
         for name, of_ranks in pieces.items()
@@ -71,16 +75,16 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
     return TensorIndex(
         entries,
         layout,
-        tuple(rank.file.path for rank in ranks),
-        len(ranks),
-        {"args": dict(ranks[0].file.plain(ranks[0].args))},
-        _unread(ranks, extra),
+        (*(rank.file.path for rank in ranks), *optimizer.files, *state_files(folder)),
+        len(state_files(folder)) or len(ranks),
+        ClassicObjects(folder, optimizer, dict(ranks[0].file.plain(ranks[0].args))),
+        _unread(ranks, extra, named=bool(optimizer.moments)),
     )
 
 
-def _unread(ranks: Sequence[RankFile], extra: int) -> tuple[str, ...]:
+def _unread(ranks: Sequence[RankFile], extra: int, *, named: bool) -> tuple[str, ...]:
     lines = [extra_state_line(extra)] if extra else []
-    if any(rank.moments for rank in ranks):
+    if any(rank.moments for rank in ranks) and not named:
         lines.append("optimizer state: classic Megatron files number its parameters and do not name them")
     return tuple(lines)
 

@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import re
 
+from milepost.index import OPTIMIZER_PREFIX, moment_name
+
 _PART = re.compile(r"(.+)@tp(\d+)", re.DOTALL)
 
 
 def part_name(name: str, tp: int) -> str:
-    """The entry that is the piece of tensor-parallel rank `tp`."""
+    """The entry that is the piece of tensor-parallel rank `tp`; of a moment the mark stands behind the weight's name."""
+    if name.startswith(OPTIMIZER_PREFIX):
+        weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+        return moment_name(part_name(weight, tp), moment)
     return f"{name}@tp{tp}"
 
 

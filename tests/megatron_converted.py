@@ -1,0 +1,175 @@
+"""What megatron-core makes of a converted model, read by its own loader, and what `load_pretrained` makes of a Megatron
+model. In real processes; a module of its own, so that ranks load no pytest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron_cpu
+import torch
+import torch.distributed as dist
+from megatron_checkpoints import PADDED
+from megatron_models import PADDING, Parallel, build, fill
+
+import milepost
+from milepost.errors import MismatchError
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of `megatron_checkpoints.MODELS`, and how it is cut.
+
+    logits:  whether they are compared with transformers'
+    """
+
+    model: str
+    at: Parallel
+    logits: bool = True
+
+
+CASES = (
+    Case("llama", Parallel()),
+    Case("llama", Parallel(tp=2)),
+    Case("llama", Parallel(pp=2, vpp=2), logits=False),
+    Case("qwen2", Parallel(pp=2)),
+    Case("qwen3", Parallel(tp=2, pp=2)),
+    Case("mixtral", Parallel(ep=2)),
+    Case("qwen2_moe", Parallel(tp=2, ep=2, etp=1)),
+    Case("qwen3_moe", Parallel(pp=2, ep=2)),
+    Case("deepseek_v3", Parallel(tp=2, ep=2, etp=1), logits=False),
+    Case("critic", Parallel(tp=2, pp=2), logits=False),
+)
+
+
+WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("llama", {"hidden_size": 32}, "the model has 16 columns of hidden states, config.json says 32"),
+    (
+        "llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2},  # of the same shapes
+        "the model has 4 attention heads, config.json says 8",
+    ),
+    ("llama", {"num_hidden_layers": 5}, "the model has 4 layers, config.json says 5"),
+    ("llama", {"intermediate_size": 12}, "gate_proj.weight of shape [24, 16], config.json asks for shape [12, 16]"),
+    ("llama", {"vocab_size": 80}, "the model has room for 64 words, config.json says 80"),
+    ("llama", {"attention_bias": True}, "q_proj.bias and 15 more, which the model has no place for"),
+    ("llama", {"model_type": "gemma"}, "a model of type gemma"),
+    ("mixtral", {"num_local_experts": 8}, "the model has 4 experts, config.json says 8"),
+    ("qwen2", {"tie_word_embeddings": False}, "the model's output layer is its embedding"),
+)
+"""Model, what another config.json says, and what a user should hear of."""
+
+
+@torch.no_grad()
+def load_all(models: str, converted: str, wrong: str) -> dict[str, Any]:
+    """Called on four ranks. Returns what this rank found: of each case, and of each config.json in `wrong`."""
+    megatron_cpu.install()
+    found = [_load(Path(models) / case.model, Path(converted) / case.model, case) for case in CASES]
+    said = _refused(Path(models), Path(wrong))
+    megatron_cpu.end_saver()
+    sizes = {case.model: _size(Path(models) / case.model) for case in CASES}
+    return {"cases": found, "refused": said, "sizes": sizes}
+
+
+def _size(model: Path) -> int:
+    from safetensors.torch import load_file
+
+    return sum(value.nbytes for value in load_file(model / "model.safetensors").values())
+
+
+def _made(model: Path, at: Parallel, *, value: bool = False) -> tuple[Any, list[torch.nn.Module]]:
+    """transformers' config, and chunks in which every number is a NaN."""
+    from transformers import AutoConfig
+
+    megatron_cpu.parallel(at.tp, at.pp, at.vpp, at.ep, at.etp)
+    hf = AutoConfig.from_pretrained(model)
+    chunks = build(hf, at, PADDED, value=value)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.fill_(float("nan"))
+    return hf, chunks
+
+
+def _load(model: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
+    """What differs from the model filled by `megatron_models`: after Megatron's own loader, and after each method of
+    ours, with their reports; and the largest difference of logits where this rank has them."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from safetensors.torch import load_file
+
+    value = case.model == "critic"
+    hf, ours = _made(model, case.at, value=value)
+    filled = build(hf, case.at, PADDED, value=value)
+    fill(filled, hf, load_file(model / "model.safetensors"), PADDED)
+    found: dict[str, Any] = {"nbytes": sum(p.nbytes for chunk in ours for p in chunk.parameters())}
+    for method in ("sharded", "broadcast"):
+        hidden = method == "broadcast" and dist.get_rank() > 0
+        report = milepost.load_pretrained(ours, "/nowhere" if hidden else model, method=method)
+        found[method] = _differing(ours, filled), report
+        for chunk in ours:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    names = [f"model{n}" for n in range(len(ours))] if len(ours) > 1 else ["model"]
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    wanted = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, ours, strict=True)}
+    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    for name, chunk in zip(names, ours, strict=True):
+        chunk.load_state_dict(loaded[name])
+    padded = [
+        bool(value[other == PADDING].any())
+        for mine, theirs in zip(ours, filled, strict=True)
+        for value, other in zip(mine.parameters(), theirs.parameters(), strict=True)
+    ]
+    return {**found, "megatron": _differing(ours, filled), "padded": any(padded), "logits": _logits(ours, model, case)}
+
+
+def _refused(models: Path, wrong: Path) -> list[list[str]]:
+    """How both methods refuse a model whose config.json is another one's; every number must be as it was."""
+    made = {
+        name: _made(models / name, Parallel(ep=2) if name == "mixtral" else Parallel(tp=2, pp=2))[1]
+        for name in ("mixtral", "qwen2", "llama")  # groups of the last one made stay: dense models need no others
+    }
+    said = []
+    for number, (model, *_) in enumerate(WRONG):
+        chunks, answers = made[model], []
+        for method in ("sharded", "broadcast"):
+            try:
+                milepost.load_pretrained(chunks, wrong / str(number), method=method)
+            except MismatchError as error:
+                answers.append(str(error))
+            untouched = all(bool(p.isnan().all()) for chunk in chunks for p in chunk.parameters())
+            answers.append("nothing was read" if untouched else "something was read")
+        said.append(answers)
+    return said
+
+
+def _differing(ours: list[Any], filled: list[Any]) -> list[str]:
+    """Names of tensors that are not, bit for bit, those of the filled model; rows that pad the vocabulary aside."""
+    return [
+        name
+        for mine, theirs in zip(ours, filled, strict=True)
+        for (name, value), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True)
+        if isinstance(value, torch.Tensor) and not torch.equal(value.masked_fill(other == PADDING, PADDING), other)
+    ]
+
+
+def _logits(chunks: list[Any], directory: Path, case: Case) -> float | None:
+    """The largest difference of Megatron's logits from those of transformers."""
+    from megatron.core import parallel_state as state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    if not case.logits:
+        return None
+    (model,) = chunks
+    tokens = torch.randint(33, (2, 7), generator=torch.Generator().manual_seed(0))
+    positions, mask = torch.arange(7)[None].expand(2, -1), torch.ones(1, 1, 7, 7, dtype=torch.bool).tril().logical_not()
+    if not state.is_pipeline_first_stage():
+        before = torch.empty(7, 2, model.config.hidden_size)
+        dist.recv(before, state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(before)
+    out = model(tokens, positions, mask)
+    if not state.is_pipeline_last_stage():
+        dist.send(out.contiguous(), state.get_pipeline_model_parallel_next_rank())
+        return None
+    ours = gather_from_tensor_model_parallel_region(out)[..., :33]
+    return float((ours - torch.load(directory / "logits.pt")).abs().max())
