@@ -61,10 +61,10 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
 """Model, what another config.json says, and what a user should hear of."""
 
 
-@torch.no_grad()
 def load_all(models: str, converted: str, wrong: str) -> dict[str, Any]:
     """Called on four ranks. Returns what this rank found: of each case, and of each config.json in `wrong`."""
     megatron_cpu.install()
+    torch.set_grad_enabled(False)
     found = [_load(Path(models) / case.model, Path(converted) / case.model, case) for case in CASES]
     said = _refused(Path(models), Path(wrong))
     megatron_cpu.end_saver()

@@ -12,14 +12,13 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 200.0  # seconds
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed guesses, here and in the ranks
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -28,6 +27,7 @@ PRELOADED = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.quantizers.auto",
     "milepost.trainer.models",
+    "deepspeed",
 ]
 
 
@@ -36,43 +36,45 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
     `function` stands at the top level of a module. An error on any rank is raised here with its traceback.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     results: Any = context.Queue()
     home = (function.__module__, inspect.getfile(function))
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        processes = [
-            context.Process(target=_rank, args=(home, function.__name__, rank, world_size, store, results, args))
-            for rank in range(world_size)
-        ]
+    # As under torchrun: ranks find each other at a store of another process.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=_rank, args=(home, function.__name__, rank, world_size, store.port, results, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        outcomes: list[tuple[int, bytes, str]] = []
+        while len(outcomes) < world_size and not any(error for _, _, error in outcomes):
+            # After an error the other ranks may wait for the failed one in a collective: read no further.
+            outcomes.append(results.get(timeout=TIMEOUT))
+    finally:
         for process in processes:
-            process.start()
-        try:
-            outcomes: list[tuple[int, bytes, str]] = []
-            while len(outcomes) < world_size and not any(error for _, _, error in outcomes):
-                # After an error the other ranks may wait for the failed one in a collective: read no further.
-                outcomes.append(results.get(timeout=TIMEOUT))
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                process.kill()
+            process.join(timeout=5)
+            process.kill()
     errors = [f"rank {rank}:\n{error}" for rank, _, error in outcomes if error]
     assert not errors, "\n".join(errors)
     return [pickle.loads(value) for _, value, _ in sorted(outcomes, key=lambda outcome: outcome[0])]
 
 
 def _rank(
-    home: tuple[str, str], name: str, rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
+    home: tuple[str, str], name: str, rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
-    )
+    timeout = timedelta(seconds=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         function = getattr(_module(*home), name)
         # Pickled here: the queue's own pickling would pass tensors by shared memory of a process that is about to end.

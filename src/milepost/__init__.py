@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from milepost.api import Checkpoint, MergeCall, ModelOptions, TestCall, merge, open, test
     from milepost.checkpoint.manager import CheckpointManager
+    from milepost.checkpoint.pretrained import load_pretrained
     from milepost.errors import CallError, CheckpointError, MilepostError
     from milepost.integrations.policy import save_policy
+    from milepost.jobs.convert import convert
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,8 @@ _HOME = {
     "open": "milepost.api",
     "test": "milepost.api",
     "CheckpointManager": "milepost.checkpoint.manager",
+    "convert": "milepost.jobs.convert",
+    "load_pretrained": "milepost.checkpoint.pretrained",
     "CallError": "milepost.errors",
     "CheckpointError": "milepost.errors",
     "MilepostError": "milepost.errors",
@@ -41,6 +45,8 @@ __all__ = [
     "MilepostError",
     "ModelOptions",
     "TestCall",
+    "convert",
+    "load_pretrained",
     "merge",
     "open",
     "save_policy",

@@ -15,6 +15,7 @@ from milepost.trainer.embedded import EMBEDDED
 from milepost.trainer.fields import config_keys
 
 ROOT = Path(__file__).parents[2]
+JOINT = ["trainer.joint_engine=true", "actor_rollout_ref.actor.strategy=deepspeed"]
 
 
 def refusal(*overrides: str, file: Path | None = None) -> str:
@@ -53,6 +54,15 @@ class TestMerging:
         sizes = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
         assert load_config(None, sizes).critic.ppo_mini_batch_size == 32
         assert load_config(None, [*sizes, "critic.ppo_mini_batch_size=16"]).critic.ppo_mini_batch_size == 16
+
+    def test_the_critics_zero_follows_the_actors(self) -> None:
+        config = load_config(None, [*JOINT, "actor_rollout_ref.actor.deepspeed_config.zero_stage=2"])
+        assert config.critic.strategy == "deepspeed" and config.critic.deepspeed_config.zero_stage == 2
+        assert config.critic.deepspeed_config.dtype == "fp32"  # of the embedded run
+        inner = "actor_rollout_ref.actor.deepspeed_config.ds_config.zero_optimization.sub_group_size=7"
+        config = load_config(None, [inner, "actor_rollout_ref.model.path=/models/m"])
+        assert config.critic.deepspeed_config.ds_config == {"zero_optimization": {"sub_group_size": 7}}
+        assert config.critic.deepspeed_config.dtype == "bf16"
 
     def test_interpolation_from_the_environment_is_typed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MILEPOST_TEST_LR", "2e-5")
@@ -159,8 +169,7 @@ class TestWrongValues:
             ("critic.optim.betas=0.9", "list of number", "0.9"),
             ("critic.optim.betas=[0.9]", "2 elements", "1"),
             ("reward.reward_kwargs=3", "mapping", "3"),
-            ("actor_rollout_ref.actor.strategy=deepspeed", "fsdp2|fsdp", "'deepspeed'"),
-            ("actor_rollout_ref.actor.strategy=megatron", "fsdp2|fsdp", "'megatron'"),
+            ("actor_rollout_ref.actor.strategy=megatron", "fsdp2|deepspeed|fsdp", "'megatron'"),
             ("trainer.resume_mode=maybe", "auto|disable|resume_path", "'maybe'"),
             ("trainer.logger=[console,wandb]", "console|tensorboard", "'wandb'"),
             ("data.train_batch_size=0", "at least 1", "0"),
@@ -191,6 +200,20 @@ class TestWrongValues:
             (["critic.ppo_mini_batch_size=100"], "critic.ppo_mini_batch_size=100"),
             (["trainer.resume_mode=resume_path"], "resume_from_path"),
             (["trainer.resume_from_path=x"], "resume_mode"),
+            (["trainer.joint_engine=true"], "needs actor_rollout_ref.actor.strategy=deepspeed, and that is fsdp2"),
+            (
+                [f"critic.deepspeed_config.{setting}" for setting in ("offload_optimizer=true", "zero_stage=1")],
+                "critic.deepspeed_config: offload_optimizer=true needs zero_stage 2 or 3",
+            ),
+            ([*JOINT, "critic.strategy=fsdp2"], "needs critic.strategy=deepspeed"),
+            ([*JOINT, "critic.ppo_epochs=3"], "critic.ppo_epochs must be as"),
+            ([*JOINT, "critic.grad_clip=3"], "critic.grad_clip must be as"),
+            ([*JOINT, "critic.deepspeed_config.zero_stage=2"], "critic.deepspeed_config must be as"),
+            ([*JOINT, "trainer.critic_warmup=1"], "no step updates the value model alone"),
+            (
+                [*JOINT, "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"],
+                "milepost merge --role policy",
+            ),
             (["trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=2"], "differ"),
             (["critic.checkpoint.save_contents=[model]"], "a step holds both roles alike"),
             (["trainer.save_freq=0"], "-1"),
@@ -238,7 +261,7 @@ class TestDescribing:
         assert rows["trainer.critic_warmup"].origin == "default"
         assert rows["trainer.save_freq"].origin == "embedded"
         assert rows["trainer.default_local_dir"].value == "checkpoints/theirs/additions"
-        assert rows["critic.strategy"].type == "fsdp2|fsdp"
+        assert rows["critic.strategy"].type == "fsdp2|deepspeed|fsdp"
         assert rows["trainer.total_training_steps"].type == "integer or null"
         assert all(row.meaning for row in rows.values())
 
@@ -275,7 +298,7 @@ class TestDescribing:
         critic = schema["properties"]["critic"]
         assert critic["additionalProperties"] is False
         assert critic["properties"]["optim"]["properties"]["lr"]["anyOf"][0] == {"type": "number", "minimum": 0}
-        assert critic["properties"]["strategy"]["anyOf"][0]["enum"] == ["fsdp2", "fsdp"]
+        assert critic["properties"]["strategy"]["anyOf"][0]["enum"] == ["fsdp2", "deepspeed", "fsdp"]
 
     def test_json_schema_accepts_the_yaml_and_refuses_a_typing_error(self) -> None:
         jsonschema = pytest.importorskip("jsonschema")

@@ -201,3 +201,102 @@ def test_the_critics_updates_are_those_of_plain_torch(directory: Path, results: 
         assert metrics["critic/grad_norm"] == pytest.approx(np.mean(norms), rel=2e-3)
         for name, weight in model.named_parameters():
             np.testing.assert_allclose(weights[name], weight.detach().numpy(), rtol=1e-3, atol=2e-5, err_msg=name)
+
+
+# Under DeepSpeed
+
+
+def _three_ways(directory: Path, out: Path) -> dict[str, Any]:
+    """The same updates of actor and critic: under FSDP2, under ZeRO-3, and in one engine of both, without clipping."""
+    import math
+    from dataclasses import replace
+
+    import zero_engines as zero
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from milepost.engines.deepspeed_setup import ZeroSettings, start
+    from milepost.trainer import zero_models
+    from milepost.trainer.update import update_joint
+
+    rank, size, device = torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu")
+    spread = Spread.of(BATCH, MINI, size)
+    own = whole_batch().select(list(spread.positions[rank]))
+    critic_config = replace(CRITIC, ppo_mini_batch_size=MINI, ppo_micro_batch_size_per_gpu=1)
+    slow, fast = (replace(settings(), lr=lr, grad_clip=math.inf) for lr in (LR, 2 * LR))
+
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def apart(actor: Any, critic: Any) -> dict[str, float]:
+        return update_actor(actor, own, spread, ACTOR, TEMPERATURE, total) | update_critic(
+            critic, own, spread, critic_config, total
+        )
+
+    source, layout = ModelSource(directory), ZeroSettings(3, torch.float32)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "sharding": Sharding(), "seed": 1}
+    fsdp = [
+        load(source, mesh, device, optimizer=each, **kwargs)
+        for load, each in ((load_policy, slow), (load_critic, fast))
+    ]
+    start(device)
+    two = [
+        load(source, device, layout, each, 1)
+        for load, each in ((zero_models.load_policy, slow), (zero_models.load_critic, fast))
+    ]
+    joint = zero_models.load_joint(source, source, device, layout, (slow, fast), 1)
+    results: dict[str, Any] = {
+        "fsdp": (apart(*fsdp), [whole(engine) for engine in fsdp]),
+        "two": (apart(*two), [zero.whole(engine) for engine in two]),
+    }
+    metrics = update_joint(joint, own, spread, ACTOR, critic_config, TEMPERATURE, total)
+    both = zero.whole(joint)
+    parts = [
+        {name.removeprefix(prefix): value for name, value in both.items() if name.startswith(prefix)}
+        for prefix in ("policy.", "value_model.")
+    ]
+    results["one"] = (metrics, parts)
+    results["rates"] = joint.learning_rates
+    joint.save(zero.Folder(out))
+    return results
+
+
+@pytest.fixture(scope="module")
+def joint(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("joint") / "actor_critic"
+    return out, run_ranks(_three_ways, 2, directory, out)[0]
+
+
+def test_under_deepspeed_the_updates_are_those_of_fsdp2_and_one_engine_makes_those_of_two(
+    joint: tuple[Path, dict[str, Any]],
+) -> None:
+    found = joint[1]
+    expected, weights = found["fsdp"]
+    assert found["rates"] == (LR * 0.5, 2 * LR * 0.5)
+    for way in ("two", "one"):
+        metrics, state = found[way]
+        assert set(metrics) == set(expected)
+        for name, value in expected.items():
+            if way == "one" and name.endswith("grad_norm"):
+                assert metrics[name] > max(expected["actor/grad_norm"], expected["critic/grad_norm"])
+            else:
+                assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (way, name)
+        for ours, theirs in zip(state, weights, strict=True):
+            for name, value in theirs.items():
+                np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=f"{way}: {name}")
+
+
+@pytest.mark.parametrize(("role", "number"), [("policy", 0), ("value", 1)])
+def test_each_model_of_one_engine_is_merged_by_itself(
+    joint: tuple[Path, dict[str, Any]], tmp_path: Path, role: str, number: int
+) -> None:
+    import milepost
+
+    milepost.merge(joint[0], tmp_path / role, role=role)
+    index, state = milepost.open(tmp_path / role).index, joint[1]["one"][1][number]
+    assert set(index) == {name for name in state if not name.startswith("optim/")}
+    for name, entry in index.items():
+        np.testing.assert_array_equal(entry.numpy(), state[name], err_msg=name)
+    assert milepost.test(joint[0], tmp_path / role, role=role).ok

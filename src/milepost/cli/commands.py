@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "report": "running",
         "merge": "merging",
         "test": "comparing",
+        "convert": "converting",
         "inspect": "inspecting",
         "verify": "inspecting",
     }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from milepost.api import MergeCall, bytes_checked, check_bytes
 from milepost.cli.declared import Argument, Option
@@ -22,14 +21,13 @@ from milepost.cli.options import (
     one,
     print_json,
     say_unused,
+    team_at,
+    this_launch,
 )
 from milepost.console import bytes_progress, note
 from milepost.jobs import merge as merging
 from milepost.jobs.prepare import prepare
 from milepost.wording import duration, file_size
-
-if TYPE_CHECKING:
-    from milepost.jobs.ranks import Launch, Team
 
 
 @of_call(MergeCall)
@@ -57,12 +55,12 @@ def merge(
     """
     say_unused(trust_remote_code=trust_remote_code, use_cpu_initialization=use_cpu_initialization)
     source = one("DIR", "--local_dir", directory, local_dir)
-    launch = _launch()
+    launch = this_launch()
     call.check_upload()
     if call.dry_run and launch is not None and launch.rank:
         return
     target = None if call.dry_run else one("OUT", "--target_dir", output, target_dir)
-    with nullcontext() if launch is None or target is None else _team(launch, target) as team:
+    with nullcontext() if launch is None or target is None else team_at(launch, target) as team:
         leads = team is None or team.leads
         quiet = quiet or not leads
         located, part = found(source, call.role, call.backend, quiet)
@@ -112,20 +110,6 @@ def merge(
             uploaded_to=address,
             seconds=round(report.seconds, 3),
         )
-
-
-def _launch() -> Launch | None:
-    if "WORLD_SIZE" not in os.environ:
-        return None
-    from milepost.jobs.ranks import launch_of  # noqa: PLC0415  only under torchrun
-
-    return launch_of(os.environ)
-
-
-def _team(launch: Launch, target: Path) -> Team:
-    from milepost.jobs.ranks import Team  # noqa: PLC0415
-
-    return Team(launch, target)
 
 
 def _say_dry_run(report: merging.MergeReport, as_json: bool) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 from milepost.checkpoint.locate import Located
 from milepost.checkpoint.manifest import MANIFEST
@@ -17,6 +18,9 @@ from milepost.cli.declared import Argument, Option
 from milepost.console import note
 from milepost.errors import CallError
 from milepost.settings import BACKEND, FLAG, HELP, LEAST, METAVAR, ROLE, SIZE, declared, made
+
+if TYPE_CHECKING:
+    from milepost.jobs.ranks import Launch, Team
 
 Directory = Annotated[
     Path | None, Argument(metavar="DIR", help="A run, a step, or a role's directory.", show_default=False)
@@ -98,6 +102,22 @@ def say_unused(**options: bool) -> None:
     for name, given in options.items():
         if given:
             note(f"--{name} has no meaning here: no model is built and no code of a checkpoint is run")
+
+
+def this_launch() -> Launch | None:
+    """The launch of several ranks that this process belongs to, if it is one."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    from milepost.jobs.ranks import launch_of  # noqa: PLC0415  only under torchrun
+
+    return launch_of(os.environ)
+
+
+def team_at(launch: Launch, target: Path) -> Team:
+    """The ranks of a launch that share out the files of one output; a context manager."""
+    from milepost.jobs.ranks import Team  # noqa: PLC0415  the same
+
+    return Team(launch, target)
 
 
 def print_json(**facts: Any) -> None:

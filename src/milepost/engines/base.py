@@ -6,11 +6,11 @@ that satisfies `Engine` can resume from any layout, written by any engine on any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
 
 from milepost.index import Box, Shape
 
@@ -50,6 +50,10 @@ class RoleFiles(Protocol):
         """Open a new file of that relative name for writing. Its bytes are counted and hashed as they pass, and it is
         flushed to disk before the context ends."""
 
+    def adopt(self, source: Path, name: str) -> None:
+        """Take a finished file, which another program wrote, into the role's directory under that relative name. It is
+        read once, for its checksum, and flushed to disk."""
+
 
 class Engine(Protocol):
     """A live model with its optimizer, sharded over ranks."""
@@ -79,7 +83,108 @@ class Engine(Protocol):
         """
 
     def finish_load(self) -> None:
-        """Rebuild what is derived from the tensors just written: 16-bit copies, flat buffers."""
+        """Rebuild what is derived from the tensors just written: 16-bit copies, flat buffers. All ranks call it
+        together, once every one of them has written its own."""
 
     def save(self, files: RoleFiles) -> None:
         """Write this rank's files of the engine's own layout. All ranks call it together."""
+
+
+class TrainingEngine(Engine, Protocol):
+    """What a trainer needs of an engine besides its record. It is an `EagerEngine` or a `PipelineEngine`.
+
+    Gradients are averaged over the data-parallel ranks: those that train on other sequences. A gradient whose norm is
+    not finite leaves weights and moments as they are.
+    """
+
+    @property
+    def data_rank(self) -> int:
+        """This process's place among the data-parallel ranks; ranks that share a model's parts have the same."""
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel ranks."""
+
+    @property
+    def model(self) -> Any:
+        """The model: to generate, for forwards without gradients, and to switch between training and evaluation."""
+
+    def step(self) -> float:
+        """Clip, update, clear the gradient. Returns the global norm before clipping. All ranks call it together."""
+
+    def advance_schedule(self) -> None:
+        """Count one finished training step."""
+
+    def release(self) -> None:
+        """Drop gathered copies of weights after forwards that no backward follows."""
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rate of the next update of each parameter group; none for a frozen model."""
+
+
+@runtime_checkable
+class EagerEngine(TrainingEngine, Protocol):
+    """An engine whose every rank runs the whole model: a forward, then its backward, whenever the trainer likes."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What is called in place of `model` for a forward that a `backward` follows."""
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of one micro-batch; with `last` they are averaged over the ranks."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch for a pipeline. B = sequences, S = tokens.
+
+    input_ids:       [B, S]
+    attention_mask:  [B, S], 1 for real tokens, which stand side by side in each row
+    keep:            of how many of the last positions the outputs are needed
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    keep: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model of transformers returns, as far as it is looked at: logits, or the values of a token classifier.
+    [B, keep, vocab_size or 1]"""
+
+    logits: torch.Tensor
+
+
+@runtime_checkable
+class PipelinedModel(Protocol):
+    """A model on several ranks one after the other. All of them call its methods together, with the same sequences."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks with other sequences must go through as many forwards: experts lie on them."""
+
+    def forward_only(self, batches: Sequence[Inputs], function: Callable[[int, Outputs], Any]) -> list[Any]:
+        """`function` of the number and the outputs of every micro-batch, without gradients, on every rank. It is called
+        where the last part of the model is."""
+
+    def one_of_peers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Inside of such a function: of the values that the ranks have on which it is called, those of one of them."""
+
+
+@runtime_checkable
+class PipelineEngine(TrainingEngine, Protocol):
+    """An engine whose model lies on several ranks one after the other, so that only the engine can say in which order
+    forwards and backwards go."""
+
+    def forward_backward(
+        self, batches: Sequence[Inputs], loss: Callable[[int, Outputs], tuple[torch.Tensor, Any]]
+    ) -> list[Any]:
+        """Add the gradients of all micro-batches of an update, averaged over the data-parallel ranks.
+
+        loss: of the number of a micro-batch and its outputs the loss and a result. It is called where the last part of
+              the model is.
+
+        Returns the results, on every rank. All ranks call it together.
+        """

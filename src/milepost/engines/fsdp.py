@@ -8,9 +8,7 @@ which is empty where the dimension is smaller than the number of ranks. `save` w
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import rng
 from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, LiveTensor, RoleFiles
+from milepost.engines.companions import save_companions
+from milepost.engines.optim import OptimizerSettings, hyperparameters, load_hyperparameters, load_schedule
 from milepost.index import Box, Shape, moment_name
 from milepost.layouts.fsdp import CONFIG_FILE, config_text, rank_file
-from milepost.layouts.huggingface import ADAPTER_CONFIG, CONFIG, SUBDIRECTORY, companion_files
 
 MESH_DIM = "fsdp"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -45,22 +44,6 @@ class Sharding:
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW, its schedule and its clipping.
-
-    lr, betas, weight_decay:  AdamW's
-    lr_factor:                from the number of finished steps to the factor on `lr`
-    grad_clip:                largest global norm of the gradient
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    lr_factor: Callable[[int], float]
-    grad_clip: float
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
@@ -146,15 +129,9 @@ class FsdpEngine:
 
     def objects(self) -> Mapping[str, Any]:
         """Schedule, optimizer hyperparameters, and this rank's generators."""
-        groups = None
-        if self.optimizer is not None:
-            groups = [
-                {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                for group in self.optimizer.param_groups
-            ]
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "param_groups": groups,
+            "param_groups": None if self.optimizer is None else hyperparameters(self.optimizer),
             "rng": {self.rank: rng.capture()},
         }
 
@@ -162,9 +139,11 @@ class FsdpEngine:
         """Take over schedule, hyperparameters and generators, and say what had to be made fresh."""
         remarks: dict[str, str] = {}
         if self.optimizer is not None and self.scheduler is not None:
-            remarks[OPTIMIZER] = _load_hyperparameters(self.optimizer, objects.get("param_groups"))
-            remarks[SCHEDULE] = _load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
-        remarks[RNG] = self._load_rng(objects.get("rng") or {})
+            remarks[OPTIMIZER] = load_hyperparameters(self.optimizer, objects.get("param_groups"))
+            remarks[SCHEDULE] = load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
+        step = 0 if self.scheduler is None else self.scheduler.last_epoch
+        saved = objects.get("rng") or {}
+        remarks[RNG] = rng.take_over(saved, self.rank, self.world_size, seed=self._seed, step=step)
         return {part: why for part, why in remarks.items() if why}
 
     def finish_load(self) -> None:
@@ -186,9 +165,24 @@ class FsdpEngine:
         if self.rank == 0:
             with files.create(CONFIG_FILE) as file:
                 file.write(config_text(self.world_size).encode())
-            self._save_companions(files)
+            save_companions(files, self.model, self._companions, self._config_text)
 
     # What a trainer does with it
+
+    @property
+    def data_rank(self) -> int:
+        """The rank: each has sequences of its own."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks."""
+        return self.world_size
+
+    @property
+    def forward(self) -> nn.Module:
+        """The model itself: its hooks prepare a backward as well."""
+        return self.model
 
     def release(self) -> None:
         """Drop gathered copies of weights. Needed after forwards that no backward follows, where memory matters."""
@@ -223,9 +217,14 @@ class FsdpEngine:
             self.scheduler.step()
 
     @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rate of the next update of each parameter group; none for a frozen model."""
+        return () if self.optimizer is None else tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update; 0 for a frozen model."""
-        return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+        return self.learning_rates[0] if self.learning_rates else 0.0
 
     # Details
 
@@ -255,34 +254,6 @@ class FsdpEngine:
         boxes = ((box, local),) if box.volume else ()
         return LiveTensor(name, shape, str(tensor.dtype).removeprefix("torch."), boxes)
 
-    def _load_rng(self, saved: Mapping[int, Mapping[str, Any]]) -> str:
-        """Restore this rank's generators, or make fresh ones; why, where it is the latter."""
-        if len(saved) == self.world_size and self.rank in saved:
-            rng.restore(saved[self.rank])
-            if torch.cuda.is_available() and "cuda" not in saved[self.rank]:
-                return "the checkpoint has none of the device; that one is fresh"
-            return ""
-        step = 0 if self.scheduler is None else self.scheduler.last_epoch
-        rng.seed_all(self._seed, step, self.world_size, self.rank)
-        came = f"saved by {len(saved)} ranks, now {self.world_size}" if saved else "the checkpoint has none"
-        return f"{came}; each rank has a fresh stream of its own, derived from seed {self._seed} and step {step}"
-
-    def _save_companions(self, files: RoleFiles) -> None:
-        own = {} if self._config_text is None else {CONFIG: self._config_text.encode()}
-        adapters = getattr(self.model, "peft_config", None) or {}
-        for settings in adapters.values():
-            # PEFT's own form: rank and alpha are nowhere else, and a merge needs them.
-            with tempfile.TemporaryDirectory() as directory:
-                settings.save_pretrained(directory)
-                own[ADAPTER_CONFIG] = (Path(directory) / ADAPTER_CONFIG).read_bytes()
-        for path in [] if self._companions is None else companion_files(self._companions):
-            if path.name not in own:
-                with path.open("rb") as source, files.create(f"{SUBDIRECTORY}/{path.name}") as file:
-                    shutil.copyfileobj(source, file)
-        for name, data in own.items():
-            with files.create(f"{SUBDIRECTORY}/{name}") as file:
-                file.write(data)
-
 
 def _local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box, Shape]:
     """This rank's part of a tensor as a writable view, which box it is, and the global shape."""
@@ -292,33 +263,3 @@ def _local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box, Shape]:
         return tensor, Box.whole(shape), shape
     sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), Box(tuple(offsets), tuple(sizes)), shape
-
-
-def _load_hyperparameters(optimizer: torch.optim.AdamW, saved: Sequence[Mapping[str, Any]] | None) -> str:
-    """Take over the hyperparameters of the groups, or say why not."""
-    if saved is None:
-        return "the checkpoint has no hyperparameters; those of the config are used"
-    if len(saved) != len(optimizer.param_groups):
-        return (
-            f"the checkpoint has {len(saved)} parameter groups, this run {len(optimizer.param_groups)}; "
-            "the hyperparameters of the config are used"
-        )
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in values.items():
-            if key in group and key not in ("params", "param_names"):
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
-    return ""
-
-
-def _load_schedule(optimizer: torch.optim.AdamW, scheduler: LambdaLR, saved: Mapping[str, Any] | None) -> str:
-    """Take over the position in the schedule, or say why not; the optimizer gets the rate of that position."""
-    remark = ""
-    if saved is None or "last_epoch" not in saved:
-        remark = "the checkpoint has none; it starts at step 0"
-    else:
-        own = scheduler.state_dict()
-        known = {key: value for key, value in saved.items() if key in own}
-        scheduler.load_state_dict({**known, "lr_lambdas": own["lr_lambdas"]})
-    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr
-    return remark

@@ -39,13 +39,30 @@ def capture() -> dict[str, Any]:
 
 def restore(state: Mapping[str, Any]) -> None:
     """Put the generators into a captured state. A generator that it does not name is left as it is."""
-    torch.set_rng_state(_as_tensor(state["cpu"]))
+    torch.set_rng_state(as_tensor(state["cpu"]))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
     version, words, gauss = state["random"]
     random.setstate((version, tuple(words), gauss))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
+        torch.cuda.set_rng_state(as_tensor(state["cuda"]))
+
+
+def take_over(saved: Mapping[int, Mapping[str, Any]], rank: int, world_size: int, *, seed: int, step: int) -> str:
+    """Put this rank's generators into the state that it had when it saved, or, at another number of ranks, into fresh
+    ones of its own; why, where it is the latter.
+
+    saved:       rank -> its captured state
+    seed, step:  what fresh streams are derived from
+    """
+    if len(saved) == world_size and rank in saved:
+        restore(saved[rank])
+        if torch.cuda.is_available() and "cuda" not in saved[rank]:
+            return "the checkpoint has none of the device; that one is fresh"
+        return ""
+    seed_all(seed, step, world_size, rank)
+    came = f"saved by {len(saved)} ranks, now {world_size}" if saved else "the checkpoint has none"
+    return f"{came}; each rank has a fresh stream of its own, derived from seed {seed} and step {step}"
 
 
 @contextmanager
@@ -58,5 +75,6 @@ def isolated() -> Iterator[None]:
         restore(state)
 
 
-def _as_tensor(state: Any) -> torch.Tensor:
+def as_tensor(state: Any) -> torch.Tensor:
+    """A generator's state as torch takes it, whatever a reader made of it."""
     return state if isinstance(state, torch.Tensor) else torch.from_numpy(np.array(state, np.uint8))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from milepost.errors import WriteError
 from milepost.index import DTYPES, Box, TensorEntry, TensorIndex
 from milepost.jobs.companions import files_of
-from milepost.jobs.output import output_directory
+from milepost.jobs.output import EXPORT, output_directory
 from milepost.jobs.prepare import HuggingFaceModel, under_cast
 from milepost.layouts.huggingface import CONFIG, read_config
 from milepost.layouts.safetensors import SafetensorsWriter, shard_files, with_dtype
@@ -170,7 +170,7 @@ def export(
     written = under_cast(model.index, options.dtype)
     files = _share(written, options, team)
     names = [name for names in files.values() for name in names]
-    _check_space(directory, sum(written[name].nbytes for name in names))
+    check_space(directory, sum(written[name].nbytes for name in names))
     windows = plan(
         model.index,
         ((name, Box.whole(model.index[name].shape)) for name in names),
@@ -216,11 +216,12 @@ def part_dtypes(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str]
     return {key: main_dtype(index.with_entries(entries)) for key, entries in parts.items()}
 
 
-def _check_space(directory: Path, nbytes: int) -> None:
+def check_space(directory: Path, nbytes: int, option: str = EXPORT.option) -> None:
+    """Raise WriteError where the disk has less room than a model needs; `option` names the place in the call."""
     stats = os.statvfs(directory)
     free = stats.f_bavail * stats.f_frsize
     if free < nbytes:
         raise WriteError(
             f"{directory.parent}: the model needs {file_size(nbytes)}, {file_size(free)} are free; "
-            "make room or choose another --target_dir"
+            f"make room or choose another {option}"
         )

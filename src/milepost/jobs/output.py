@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.errors import CallError, WriteError
@@ -14,19 +15,40 @@ from milepost.layouts.huggingface import CONFIG
 from milepost.wording import disk_error
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What an output is, and what it is made of, in words; the option that names its place; how an older one is told by
+    the names of its files."""
+
+    what: str
+    source: str
+    option: str
+    tells: Callable[[Collection[str]], bool]
+
+
+EXPORT = Kind(
+    "a model export",
+    "the checkpoint that is being merged",
+    "--target_dir",
+    lambda names: CONFIG in names or any(name.endswith(".safetensors") for name in names),
+)
+
+
 @contextmanager
-def output_directory(target: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> Iterator[Path]:
+def output_directory(
+    target: Path, *, overwrite: bool, sources: Iterable[Path] = (), kind: Kind = EXPORT
+) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `target` when the context ends well.
 
     A target with files in it is refused unless `overwrite`, and then replaced as a whole; only a directory that looks
-    like a model export is replaced. Two writers of one target: the second is refused. With an error, or Ctrl-C,
+    like an output of this kind is replaced. Two writers of one target: the second is refused. With an error, or Ctrl-C,
     nothing remains and the target is as it was.
     """
     target = target.absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(target):
-            _check_target(target, overwrite, sources)
+            _check_target(target, overwrite, sources, kind)
             building = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
             building.mkdir()
             try:
@@ -55,20 +77,20 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None:
+def _check_target(target: Path, overwrite: bool, sources: Iterable[Path], kind: Kind) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise WriteError(f"{target}: is a file; --target_dir names a directory")
+        raise WriteError(f"{target}: is a file; {kind.option} names a directory")
     if any(path.resolve().is_relative_to(target.resolve()) for path in sources):
-        raise CallError(f"{target}: holds the checkpoint that is being merged; choose another --target_dir")
+        raise CallError(f"{target}: holds {kind.source}; choose another {kind.option}")
     names = [path.name for path in target.iterdir()]
     if not names:
         return
     if not overwrite:
-        raise WriteError(f"{target}: is not empty; choose another --target_dir, or replace it with --overwrite")
-    if CONFIG not in names and not any(name.endswith(".safetensors") for name in names):
-        raise WriteError(f"{target}: does not look like a model export, so --overwrite will not replace it")
+        raise WriteError(f"{target}: is not empty; choose another {kind.option}, or replace it with --overwrite")
+    if not kind.tells(names):
+        raise WriteError(f"{target}: does not look like {kind.what}, so --overwrite will not replace it")
 
 
 def _replace(target: Path, building: Path) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 
 from milepost.errors import CallError, CheckpointError, DamagedError, MilepostError, WriteError
 from milepost.jobs.checksums import FileRecord
-from milepost.jobs.output import output_directory
+from milepost.jobs.output import EXPORT, Kind, output_directory
 from milepost.wording import disk_error
 
 _POLL = 0.1  # seconds between two looks at the meeting
@@ -146,10 +146,10 @@ class Team:
             self._ended.set()
 
     @contextmanager
-    def directory(self, *, overwrite: bool, sources: Iterable[Path]) -> Iterator[Path]:
+    def directory(self, *, overwrite: bool, sources: Iterable[Path], kind: Kind = EXPORT) -> Iterator[Path]:
         """The one directory that all ranks fill; it has taken the target's place when the context has ended well."""
         if self.leads:
-            with output_directory(self._target, overwrite=overwrite, sources=sources) as building:
+            with output_directory(self._target, overwrite=overwrite, sources=sources, kind=kind) as building:
                 try:
                     self._say("building", building.name)
                     yield building

@@ -89,7 +89,7 @@ class SafetensorsWriter:
         head, offsets = header_bytes((name, entry.dtype, entry.shape) for name, entry in tensors.items())
         size = len(head) + sum(entry.nbytes for entry in tensors.values())
         fd = self.files[file] = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        _allocate(fd, size)
+        allocate(fd, size)
         os.pwrite(fd, head, 0)
         for name, entry in tensors.items():
             self._places[name] = Place(fd, offsets[name], entry.dtype, entry.shape)
@@ -132,7 +132,7 @@ class SafetensorsWriter:
         self.files = {}
 
 
-def _allocate(fd: int, size: int) -> None:
+def allocate(fd: int, size: int) -> None:
     """Reserve the space, so that a full disk is found before the work, where the file system can."""
     try:
         os.posix_fallocate(fd, 0, size)

@@ -13,9 +13,10 @@ from milepost.edits import concat, rename, stack
 from milepost.errors import IncompleteError, MismatchError
 from milepost.index import TensorEntry, TensorIndex
 from milepost.mapping.architectures import Architecture, Config, expected
+from milepost.mapping.dialects import speaks_megatron
 from milepost.mapping.equality import require_equal
 from milepost.mapping.moments import joined, renamed, split
-from milepost.mapping.names import to_saved_form
+from milepost.mapping.names import to_saved_form, untie
 
 
 def to_live_form(index: TensorIndex, config: Config, live: Collection[str]) -> TensorIndex:
@@ -26,10 +27,16 @@ def to_live_form(index: TensorIndex, config: Config, live: Collection[str]) -> T
 
     Raises IncompleteError where experts of a stack are missing, MismatchError where they are no stack.
     """
+    if speaks_megatron(index):
+        from milepost.mapping.megatron import from_megatron  # noqa: PLC0415  its tables take long to build
+
+        index, _ = from_megatron(index, config)
     architecture = None if set(index.weights()) == set(live) else expected(config)
     if architecture is None:
         return index
     saved = to_saved_form(index, architecture)
+    if not set(architecture.tied) & set(live):
+        saved = untie(saved, architecture.tied)
     names = {own: name for name, own in architecture.renamed.items() if name in live and own not in live}
     saved = rename(saved, lambda name: renamed(name, lambda weight: names.get(weight, weight)))
     fused = {name: parts for name, parts in architecture.fused.items() if name in live}

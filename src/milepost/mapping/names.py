@@ -27,6 +27,7 @@ from milepost.mapping.rules import TOKEN_CLASSIFICATION
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ONE_TENSOR = "config.json says that they are one tensor (tie_word_embeddings)"
 _UNTIED = "\nIf the model was trained untied, set tie_word_embeddings to false in config.json."
+ALLOW_MISSING = "; --allow-missing takes what may be absent"
 _NAMED = 10
 _DIGITS = re.compile(r"(\d+)")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -232,7 +233,7 @@ def check(index: TensorIndex, architecture: Architecture, allow_missing: Sequenc
         error = IncompleteError if not (unknown or reshaped) else MismatchError
         raise error(
             f"not the tensors of {architecture.class_name} as config.json describes it; {'; '.join(faults)}.\n"
-            "The checkpoint is incomplete or config.json is another model's; --allow-missing takes what may be absent."
+            f"The checkpoint is incomplete or config.json is another model's{ALLOW_MISSING}."
         )
 
 

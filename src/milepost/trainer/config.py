@@ -24,7 +24,7 @@ from milepost.trainer.config_text import config_yaml, json_schema, render_yaml
 from milepost.trainer.embedded import EMBEDDED, MODEL_PATH
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections, current_name, unknown_key
 from milepost.trainer.overrides import Override, parse_override, parse_value
-from milepost.trainer.schema import ActorConfig, CriticConfig, TrainConfig
+from milepost.trainer.schema import DEEPSPEED, MEGATRON, ActorConfig, CriticConfig, TrainConfig
 
 __all__ = ["ConfigRow", "TrainConfig", "config_yaml", "describe", "json_schema", "load_config", "render_yaml"]
 
@@ -255,6 +255,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
                 f"data.train_batch_size={data.train_batch_size} is not a multiple of "
                 f"{name}.ppo_mini_batch_size={role.ppo_mini_batch_size}"
             )
+        if role.deepspeed_config.offload_optimizer and role.deepspeed_config.zero_stage == 1:
+            yield (
+                f"{name}.deepspeed_config: offload_optimizer=true needs zero_stage 2 or 3; with it DeepSpeed's stage 1 "
+                "skips every update after one gradient that is not finite"
+            )
     for name, every in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
         if every == 0:
             yield f"trainer.{name}=0 means nothing; -1 turns it off"
@@ -270,6 +275,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep} and trainer.max_critic_ckpt_to_keep="
             f"{trainer.max_critic_ckpt_to_keep} differ; a step holds both roles and is kept or removed whole"
         )
+    yield from _megatron_contradictions(config)
+    if trainer.joint_engine:
+        yield from _joint_contradictions(config)
     actor_step, critic_step = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
     for name in ("save_contents", "load_contents"):
         ours, theirs = getattr(actor_step, name), getattr(critic_step, name)
@@ -290,3 +298,50 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "warm_start.hidden_size must be a multiple of 2 * warm_start.num_attention_heads"
     if warm_start.num_attention_heads % warm_start.num_key_value_heads:
         yield "warm_start.num_attention_heads must be a multiple of warm_start.num_key_value_heads"
+
+
+def _megatron_contradictions(config: TrainConfig) -> Iterator[str]:
+    """Megatron deals the processes out once for a program: both roles are cut alike, or neither is Megatron's."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    if MEGATRON not in (actor.strategy, critic.strategy):
+        return
+    if actor.strategy != critic.strategy:
+        yield (
+            f"actor_rollout_ref.actor.strategy={actor.strategy} and critic.strategy={critic.strategy}: with {MEGATRON} "
+            "both must be it, since it deals out the processes for the whole program"
+        )
+    for key, ours in vars(actor.megatron).items():
+        theirs = getattr(critic.megatron, key)
+        if ours != theirs:
+            yield f"critic.megatron.{key}={theirs} must be as actor_rollout_ref.actor.megatron.{key}={ours}"
+
+
+def _joint_contradictions(config: TrainConfig) -> Iterator[str]:
+    """What one engine for both roles cannot do: it makes both updates in one step of one optimizer."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    for name, strategy in (("actor_rollout_ref.actor", actor.strategy), ("critic", critic.strategy)):
+        if strategy != DEEPSPEED:
+            yield f"trainer.joint_engine=true needs {name}.strategy={DEEPSPEED}, and that is {strategy}"
+    for key in (
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ppo_epochs",
+        "grad_clip",
+        "deepspeed_config",
+    ):
+        ours, theirs = getattr(actor, key), getattr(critic, key)
+        if (vars(ours) != vars(theirs)) if key == "deepspeed_config" else ours != theirs:
+            yield (
+                f"trainer.joint_engine=true updates policy and value model together: critic.{key} must be as "
+                f"actor_rollout_ref.actor.{key}"
+            )
+    if config.trainer.critic_warmup:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup}: with trainer.joint_engine=true no step updates "
+            "the value model alone"
+        )
+    if "hf_model" in actor.checkpoint.save_contents:
+        yield (
+            "actor_rollout_ref.actor.checkpoint.save_contents: with trainer.joint_engine=true a step holds two models "
+            "in one state dict: leave out hf_model, and run milepost merge --role policy"
+        )

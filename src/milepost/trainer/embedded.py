@@ -22,6 +22,7 @@ EMBEDDED: Mapping[str, Any] = MappingProxyType(
         "actor_rollout_ref.actor.ppo_epochs": 2,
         "actor_rollout_ref.actor.optim.lr": 3e-4,
         "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
+        "actor_rollout_ref.actor.deepspeed_config.dtype": "fp32",
         "critic.optim.lr": 1e-3,
         "critic.fsdp_config.dtype": "fp32",
         "trainer.experiment_name": "additions",

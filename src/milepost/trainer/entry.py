@@ -5,6 +5,7 @@ Importing torch takes seconds. A Ctrl-C in them must end the process, and not pr
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -19,4 +20,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: what a dead rank left of a process group could keep the interpreter from ending.
+    os._exit(status)

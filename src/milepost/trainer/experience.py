@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from milepost.engines.fsdp import FsdpEngine
+from milepost.engines.base import TrainingEngine
 from milepost.trainer.advantages import gae, masked_sum, masked_whiten
 from milepost.trainer.batch import Experience, Sequences, Spread
 from milepost.trainer.data import PromptBatch
-from milepost.trainer.forward import in_micro_batches, policy_forward, value_forward
+from milepost.trainer.forward import Model, evaluate, policy_forward, value_forward
 from milepost.trainer.kl import KLController, apply_kl_penalty, sequence_mean
 from milepost.trainer.metrics import Stopwatch, Tally
 from milepost.trainer.ranks import Ranks
@@ -21,14 +22,41 @@ from milepost.trainer.reward import RewardFunction, score_responses
 from milepost.trainer.rollout import Sampling, SpecialTokens, generate
 from milepost.trainer.schema import AlgorithmConfig
 
+JOINT = "actor_critic"
+"""The role of an engine that holds policy and value model."""
+
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run. The reference is the policy's start, frozen; None where no KL is asked for."""
+    """The models of a run.
 
-    actor: FsdpEngine
-    critic: FsdpEngine
-    reference: FsdpEngine | None
+    actor, critic:  the engines of policy and value model; one and the same where one engine holds both
+    reference:      the policy's start, frozen; None where no KL is asked for
+    """
+
+    actor: TrainingEngine
+    critic: TrainingEngine
+    reference: TrainingEngine | None
+
+    @property
+    def joint(self) -> bool:
+        """Whether one engine holds policy and value model."""
+        return self.actor is self.critic
+
+    @property
+    def policy(self) -> Any:
+        """The policy itself, for forwards without gradients."""
+        return self.actor.model.policy if self.joint else self.actor.model
+
+    @property
+    def value_model(self) -> Any:
+        """The value model itself, for forwards without gradients."""
+        return self.critic.model.value_model if self.joint else self.critic.model
+
+    @property
+    def roles(self) -> Mapping[str, TrainingEngine]:
+        """The engines that are trained, by the role under which a step holds them."""
+        return {JOINT: self.actor} if self.joint else {"actor": self.actor, "critic": self.critic}
 
 
 @dataclass(frozen=True)
@@ -90,51 +118,49 @@ class Collector:
         Returns:
             The experience, and metrics over all ranks under verl's names.
         """
-        actor, ranks = self._models.actor, self._ranks
+        models, ranks = self._models, self._ranks
         with watch.time("gen"):
             sequences = generate(
-                actor.model, prompts, self._sampling, self._tokens, device=ranks.device, ranks=ranks.world_size
+                models.policy, prompts, self._sampling, self._tokens, device=ranks.device, ranks=ranks.world_size
             )
         with watch.time("reward"):
             judged = ranks.each(lambda: self.judge.scores(prompts, self.judge.texts(sequences)))
-            scores = torch.tensor(judged, dtype=torch.float32, device=ranks.device)
+            scores = ranks.agreed(torch.tensor(judged, dtype=torch.float32, device=ranks.device))
         with watch.time("old_log_prob"):
-            old_logprobs, entropy = self._policy(actor, sequences, spread, self._sizes.policy, entropy=True)
+            old_logprobs, entropy = self._policy(models.policy, sequences, spread, self._sizes.policy, entropy=True)
         with watch.time("ref"):
             ref_logprobs = old_logprobs
-            if self._models.reference is not None:
-                ref_logprobs, _ = self._policy(self._models.reference, sequences, spread, self._sizes.reference)
-                self._models.reference.release()
+            if models.reference is not None:
+                ref_logprobs, _ = self._policy(models.reference.model, sequences, spread, self._sizes.reference)
+                models.reference.release()
         with watch.time("values"):
-            critic = self._models.critic
-            old_values = self._in_micro_batches(
-                lambda micro: value_forward(critic.model, micro), sequences, spread, self._sizes.values
-            )
+            old_values = self._evaluate(models.value_model, value_forward, sequences, spread, self._sizes.values)
         with watch.time("adv"):
             return self._judge_tokens(sequences, scores, old_logprobs, ref_logprobs, old_values, entropy)
 
     def _policy(
-        self, engine: FsdpEngine, sequences: Sequences, spread: Spread, size: int, *, entropy: bool = False
+        self, model: Any, sequences: Sequences, spread: Spread, size: int, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (zeros unless asked for), each [B, T], in one pass."""
 
-        def both(micro: Sequences) -> Tensor:
-            logprobs, entropies = policy_forward(engine.model, micro, self._sampling.temperature, entropy=entropy)
+        def both(ready: Model, micro: Sequences) -> Tensor:
+            logprobs, entropies = policy_forward(ready, micro, self._sampling.temperature, entropy=entropy)
             return torch.stack([logprobs, torch.zeros_like(logprobs) if entropies is None else entropies], dim=-1)
 
-        logprobs, entropies = self._in_micro_batches(both, sequences, spread, size, channels=(2,)).unbind(-1)
+        logprobs, entropies = self._evaluate(model, both, sequences, spread, size, channels=(2,)).unbind(-1)
         return logprobs, entropies
 
-    def _in_micro_batches(
+    def _evaluate(
         self,
-        function: Callable[[Sequences], Tensor],
+        model: Any,
+        function: Callable[[Model, Sequences], Tensor],
         sequences: Sequences,
         spread: Spread,
         size: int,
         channels: tuple[int, ...] = (),
     ) -> Tensor:
-        rounds = spread.micro_batches(self._ranks.rank, 0, spread.size, size)
-        return in_micro_batches(function, sequences, rounds, channels)
+        rounds = spread.micro_batches(self._ranks.data_rank, 0, spread.size, size)
+        return evaluate(model, function, sequences, rounds, channels)
 
     def _judge_tokens(
         self,
@@ -164,7 +190,7 @@ class Collector:
         tally.add("response_length/mean", tokens, count)
         tally.add("prompt_length/mean", lengths, count)
         # Not a mean but a total: counted once for the whole world.
-        tally.add("perf/total_num_tokens", tokens + lengths, 1 / self._ranks.world_size)
+        tally.add("perf/total_num_tokens", tokens + lengths, 1 / self._ranks.data_size)
         metrics = tally.means(self._ranks.sum)
         metrics["actor/reward_kl_penalty_coeff"] = coefficient
         experience = Experience(

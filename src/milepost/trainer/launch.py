@@ -14,10 +14,12 @@ from typing import NoReturn
 from uuid import uuid4
 
 from milepost.checkpoint.events import EVENTS
+from milepost.engines import megatron_install
+from milepost.engines.deepspeed_install import check_installed
 from milepost.errors import CallError, NotFoundError, WriteError
-from milepost.jobs.output import describe
 from milepost.trainer.config import load_config
-from milepost.trainer.schema import TrainConfig
+from milepost.trainer.schema import DEEPSPEED, MEGATRON, TrainConfig
+from milepost.wording import disk_error
 
 RUN_ID = "MILEPOST_RUN_ID"
 """Environment variable: the same for all restarts of one launch."""
@@ -79,7 +81,7 @@ def become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse paths that do not exist, before anything starts."""
+    """Refuse paths that do not exist, and an engine that is not installed, before anything starts."""
     model, critic = config.actor_rollout_ref.model, config.critic.model
     named = {
         "actor_rollout_ref.model.path": model.path,
@@ -94,6 +96,13 @@ def check(config: TrainConfig) -> None:
             if not Path(file).expanduser().is_file():
                 raise NotFoundError(f"{key}: {file}: no such file")
     trainer = config.trainer
+    zeros = [
+        role.deepspeed_config for role in (config.actor_rollout_ref.actor, config.critic) if role.strategy == DEEPSPEED
+    ]
+    if zeros:
+        check_installed(offload_optimizer=any(zero.offload_optimizer for zero in zeros))
+    if config.actor_rollout_ref.actor.strategy == MEGATRON:
+        megatron_install.check_installed()
     if trainer.resume_mode == "resume_path":
         if trainer.resume_from_path is None:
             raise CallError("trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder")
@@ -106,7 +115,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(f"trainer.default_local_dir={folder} cannot be made: {describe(error)}") from None
+        raise WriteError(f"trainer.default_local_dir={folder} cannot be made: {disk_error(error)}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise WriteError(f"trainer.default_local_dir={folder} cannot be written: choose another place")
 

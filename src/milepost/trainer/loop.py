@@ -17,7 +17,7 @@ from milepost.trainer.metrics import Stopwatch
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schema import TrainConfig
-from milepost.trainer.update import update_actor, update_critic
+from milepost.trainer.update import update_actor, update_critic, update_joint
 from milepost.trainer.validate import Validator
 
 
@@ -97,23 +97,23 @@ class PpoTrainer:
         config, ranks = self.config, self.ranks
         epoch = self.sampler.epoch
         batch = self.sampler.next_batch(config.data.train_batch_size)
-        spread = Spread.of(len(batch), config.actor_rollout_ref.actor.ppo_mini_batch_size, ranks.world_size)
-        own = [batch[position] for position in spread.positions[ranks.rank]]
+        spread = Spread.of(len(batch), config.actor_rollout_ref.actor.ppo_mini_batch_size, ranks.data_size)
+        own = [batch[position] for position in spread.positions[ranks.data_rank]]
         prompts = ranks.each(lambda: self._prompts(own))
         experience, metrics = self.collector.collect(prompts, spread, watch)
         self.controller.update(metrics["actor/reward_kl_penalty"], len(batch))
-        with watch.time("update_critic"):
-            metrics |= update_critic(self.models.critic, experience, spread, config.critic, ranks.sum)
-        if step > config.trainer.critic_warmup:
+        actor, temperature = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.temperature
+        if self.models.joint:
             with watch.time("update_actor"):
-                metrics |= update_actor(
-                    self.models.actor,
-                    experience,
-                    spread,
-                    config.actor_rollout_ref.actor,
-                    config.actor_rollout_ref.rollout.temperature,
-                    ranks.sum,
+                metrics |= update_joint(
+                    self.models.actor, experience, spread, actor, config.critic, temperature, ranks.sum
                 )
+        else:
+            with watch.time("update_critic"):
+                metrics |= update_critic(self.models.critic, experience, spread, config.critic, ranks.sum)
+            if step > config.trainer.critic_warmup:
+                with watch.time("update_actor"):
+                    metrics |= update_actor(self.models.actor, experience, spread, actor, temperature, ranks.sum)
         return {
             **metrics,
             "training/global_step": float(step),
@@ -143,7 +143,7 @@ class PpoTrainer:
     def _validate(self, step: int, events: EventLog | None, loggers: Sequence[Logger]) -> None:
         if self.validator is None:
             return
-        metrics = self.validator.run(self.models.actor)
+        metrics = self.validator.run(self.models.policy)
         if events is not None:
             events.write("validation", step=step, metrics=metrics)
         for logger in loggers:

@@ -3,9 +3,9 @@
 Every term is a sum over the real tokens of one micro-batch, never a mean: the mean that PPO asks for runs over all
 tokens of the mini-batch, on all processes and in all micro-batches, and only the loop knows their number N. It calls
 
-    (terms.loss * world_size / N).backward()
+    (terms.loss * data_size / N).backward()
 
-for each micro-batch; FSDP averages gradients over the processes, which the factor `world_size` undoes. So a short
+for each micro-batch; engines average gradients over the `data_size` data-parallel processes, which the factor undoes. So a short
 response on one process weighs neither more nor less than a long one on another.
 """
 

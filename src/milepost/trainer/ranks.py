@@ -16,15 +16,34 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Share:
+    """Where a model lies on several ranks: which of the sequences are this one's.
+
+    rank, size:  its place among the data-parallel ranks, which have other sequences, and their number
+    group:       these ranks
+    peers:       the ranks that hold the same model together, and so have the same sequences
+    first:       the first of them, counted among all ranks
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    peers: dist.ProcessGroup
+    first: int
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Who this process is.
 
     device:  where its models live
     comm:    how small objects travel
+    share:   which sequences are its own, where that is not told by its rank alone
     """
 
     device: torch.device
     comm: Communicator
+    share: Share | None = None
 
     @property
     def rank(self) -> int:
@@ -36,10 +55,27 @@ class Ranks:
         """Number of processes that train together."""
         return self.comm.world_size
 
+    @property
+    def data_rank(self) -> int:
+        """This process among those that have other sequences."""
+        return self.rank if self.share is None else self.share.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the sequences are dealt out."""
+        return self.world_size if self.share is None else self.share.size
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, in place. All call it together."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+        """The sum of a tensor over all sequences, in place. All ranks call it together; those with the same sequences
+        count once."""
+        if self.data_size > 1:
+            dist.all_reduce(tensor, group=None if self.share is None else self.share.group)
+        return tensor
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """Of ranks with the same sequences the first one's values, in place: a reward may be different each time."""
+        if self.share is not None and self.share.peers.size() > 1:
+            dist.broadcast(tensor, src=self.share.first, group=self.share.peers)
         return tensor
 
     def each(self, act: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from milepost.engines.base import PipelinedModel
 from milepost.trainer.batch import Sequences
 from milepost.trainer.data import PromptBatch
 
@@ -48,6 +49,10 @@ def generate(
     Returns:
         As many sequences as prompts, on `device`. The response part is as wide as the longest response here.
     """
+    if isinstance(model, PipelinedModel):
+        from milepost.trainer.megatron_rollout import decode  # noqa: PLC0415  it needs what is defined here
+
+        return decode(model, prompts, sampling, tokens, device=device)
     count = prompts.input_ids.shape[0]
     input_ids, attention_mask = prompts.input_ids.to(device), prompts.attention_mask.to(device)
     if not count:

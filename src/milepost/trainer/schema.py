@@ -19,7 +19,10 @@ from typing import Any
 from omegaconf import II
 
 DTYPES = {"fp32": ("float32",), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
-STRATEGIES = {"fsdp2": ("fsdp",)}
+FSDP2, DEEPSPEED, MEGATRON = "fsdp2", "deepspeed", "megatron"
+STRATEGIES = {FSDP2: ("fsdp",), DEEPSPEED: (), MEGATRON: ()}
+MEGATRON_FORMS = ("classic", "dist")
+ZERO_DTYPES = {name: DTYPES[name] for name in ("fp32", "bf16")}
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 KL_KINDS = {"kl": ("k1",), "abs": (), "mse": ("k2",), "low_var_kl": ("k3",)}
 
@@ -131,6 +134,66 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True)
+class DeepSpeedConfig:
+    zero_stage: int = key(
+        3, "what is cut over the processes: 1 moments, 2 gradients too, 3 weights too", minimum=1, maximum=3
+    )
+    dtype: str = key(
+        "bf16", "dtype of the weights in forward and backward; the optimizer's are fp32", choices=ZERO_DTYPES
+    )
+    reduce_dtype: str = key("fp32", "dtype in which gradients are summed over the processes", choices=ZERO_DTYPES)
+    offload_optimizer: bool = key(
+        False, "keep moments and fp32 weights in host memory, for DeepSpeedCPUAdam, which is compiled once"
+    )
+    ds_config: dict[str, Any] = key({}, "further keys of DeepSpeed's own config, laid over what follows from the above")
+
+
+def _as_the_actor(name: str, meaning: str, **rule: Any) -> Any:
+    return key(II(f"actor_rollout_ref.actor.deepspeed_config.{name}"), meaning, **rule)
+
+
+@dataclass(frozen=True)
+class CriticDeepSpeedConfig(DeepSpeedConfig):
+    zero_stage: int = _as_the_actor("zero_stage", "as the actor's", minimum=1, maximum=3)
+    dtype: str = _as_the_actor("dtype", "as the actor's", choices=ZERO_DTYPES)
+    reduce_dtype: str = _as_the_actor("reduce_dtype", "as the actor's", choices=ZERO_DTYPES)
+    offload_optimizer: bool = _as_the_actor("offload_optimizer", "as the actor's")
+    ds_config: dict[str, Any] = _as_the_actor("ds_config", "as the actor's")
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    tensor_model_parallel_size: int = key(1, "processes that each hold a part of every matrix", minimum=1)
+    pipeline_model_parallel_size: int = key(1, "stages, each with its own layers", minimum=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None, "chunks of layers that each stage holds in turn; null: one", minimum=2
+    )
+    expert_model_parallel_size: int = key(
+        1, "processes over which the experts are dealt out; they see different sequences", minimum=1
+    )
+    expert_tensor_parallel_size: int | None = key(
+        None, "processes that each hold a part of an expert; null: tensor_model_parallel_size", minimum=1
+    )
+    dtype: str = key("fp32", "dtype of weights, moments, forward and backward", choices={"fp32": DTYPES["fp32"]})
+
+
+def _as_the_actors_megatron(name: str, **rule: Any) -> Any:
+    return key(II(f"actor_rollout_ref.actor.megatron.{name}"), "as the actor's", **rule)
+
+
+@dataclass(frozen=True)
+class CriticMegatronConfig(MegatronConfig):
+    tensor_model_parallel_size: int = _as_the_actors_megatron("tensor_model_parallel_size", minimum=1)
+    pipeline_model_parallel_size: int = _as_the_actors_megatron("pipeline_model_parallel_size", minimum=1)
+    virtual_pipeline_model_parallel_size: int | None = _as_the_actors_megatron(
+        "virtual_pipeline_model_parallel_size", minimum=2
+    )
+    expert_model_parallel_size: int = _as_the_actors_megatron("expert_model_parallel_size", minimum=1)
+    expert_tensor_parallel_size: int | None = _as_the_actors_megatron("expert_tensor_parallel_size", minimum=1)
+    dtype: str = _as_the_actors_megatron("dtype", choices={"fp32": DTYPES["fp32"]})
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     save_contents: list[str] = key(
         ["model", "optimizer", "extra"],
@@ -138,6 +201,9 @@ class CheckpointConfig:
         choices=CONTENTS,
     )
     load_contents: list[str] = key(II(".save_contents"), "what a resume reads", choices=CONTENTS)
+    megatron_format: str = key(
+        "classic", "strategy megatron: a file for each rank, or Megatron's dist_checkpointing", choices=MEGATRON_FORMS
+    )
 
 
 @dataclass(frozen=True)
@@ -147,6 +213,9 @@ class CriticCheckpointConfig(CheckpointConfig):
     )
     load_contents: list[str] = key(
         II("actor_rollout_ref.actor.checkpoint.load_contents"), "as the actor's: one step holds both", choices=CONTENTS
+    )
+    megatron_format: str = key(
+        II("actor_rollout_ref.actor.checkpoint.megatron_format"), "as the actor's", choices=MEGATRON_FORMS
     )
 
 
@@ -165,7 +234,9 @@ class ActorConfig:
     kl_loss_coef: float = key(0.001, "weight of that KL", minimum=0)
     kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_KINDS)
     optim: OptimConfig = section(OptimConfig, "optimizer and learning rate of the actor")
-    fsdp_config: FsdpConfig = section(FsdpConfig, "sharding and dtypes of the actor and the reference")
+    fsdp_config: FsdpConfig = section(FsdpConfig, "strategy fsdp2: sharding and dtypes of the actor and the reference")
+    deepspeed_config: DeepSpeedConfig = section(DeepSpeedConfig, "strategy deepspeed: ZeRO and dtypes of the actor")
+    megatron: MegatronConfig = section(MegatronConfig, "strategy megatron: how actor and critic are cut")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what a step holds of the actor")
 
 
@@ -238,7 +309,11 @@ class CriticConfig:
     grad_clip: float = key(1.0, "largest norm of the gradient", above=0)
     model: CriticModelConfig = section(CriticModelConfig, "the backbone of the critic")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer and learning rate of the critic")
-    fsdp_config: FsdpConfig = section(FsdpConfig, "sharding and dtypes of the critic")
+    fsdp_config: FsdpConfig = section(FsdpConfig, "strategy fsdp2: sharding and dtypes of the critic")
+    deepspeed_config: CriticDeepSpeedConfig = section(
+        CriticDeepSpeedConfig, "strategy deepspeed: ZeRO and dtypes of the critic"
+    )
+    megatron: CriticMegatronConfig = section(CriticMegatronConfig, "strategy megatron: how the critic is cut")
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "what a step holds of the critic")
 
 
@@ -277,6 +352,9 @@ class TrainerConfig:
     save_freq: int = key(10, "save every so many steps, and the last; -1: only the last", minimum=-1)
     test_freq: int = key(10, "validate every so many steps, and after the last; -1: never", minimum=-1)
     val_before_train: bool = key(True, "validate before the first step too")
+    joint_engine: bool = key(
+        False, "strategy deepspeed: one engine holds policy and value model, and one optimizer step updates both"
+    )
     critic_warmup: int = key(0, "first steps in which only the critic is trained", minimum=0)
     resume_mode: str = key(
         "auto",

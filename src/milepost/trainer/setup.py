@@ -15,9 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from milepost.checkpoint.comm import on_rank_0
 from milepost.checkpoint.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
-from milepost.engines.fsdp import MESH_DIM, OptimizerSettings, Sharding
+from milepost.engines.base import TrainingEngine
+from milepost.engines.deepspeed_install import check_installed
+from milepost.engines.deepspeed_setup import ZeroSettings, start
+from milepost.engines.fsdp import MESH_DIM, Sharding
+from milepost.engines.optim import OptimizerSettings
 from milepost.errors import CallError
 from milepost.layouts.huggingface import CONFIG, HuggingFaceLayout
+from milepost.trainer import megatron_setup, zero_models
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.data import PromptDataset
 from milepost.trainer.experience import Collector, ForwardSizes, Judge, Models
@@ -37,7 +42,7 @@ from milepost.trainer.reward import load_reward
 from milepost.trainer.rollout import Sampling
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schedule import lr_factor, schedule_steps
-from milepost.trainer.schema import FsdpConfig, OptimConfig, TrainConfig
+from milepost.trainer.schema import DEEPSPEED, MEGATRON, DeepSpeedConfig, FsdpConfig, OptimConfig, TrainConfig
 from milepost.trainer.task import addition_datasets
 from milepost.trainer.validate import Validator
 
@@ -65,6 +70,8 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
     )
     datasets = ranks.each(lambda: load_datasets(config, tokenizer))
     total_steps = training_steps(config, len(datasets.train))
+    if config.actor_rollout_ref.actor.strategy == MEGATRON:
+        ranks = megatron_setup.deal_out(config, ranks)
     # Outside of `each`: the ranks meet in it.
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=(MESH_DIM,))
     models = ranks.each(lambda: load_models(config, mesh, ranks.device, policy_source, critic_source, total_steps))
@@ -77,7 +84,7 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
     actor = config.actor_rollout_ref.actor
     manager = CheckpointManager(
         root,
-        {"actor": models.actor, "critic": models.critic},
+        models.roles,
         parts={"data": sampler, "kl": controller},
         keep_last=config.trainer.max_actor_ckpt_to_keep,
         comm=ranks.comm,
@@ -199,28 +206,64 @@ def load_models(
     critic: ModelSource,
     total_steps: int,
 ) -> Models:
-    """Actor, critic and, where a KL is asked for, the reference."""
-    actor_config = config.actor_rollout_ref.actor
-    policy_fsdp = actor_config.fsdp_config
-    common: dict[str, Any] = {"mesh": mesh, "device": device, "seed": config.trainer.seed}
-    policy_kwargs = {**common, "dtype": _DTYPES[policy_fsdp.model_dtype], "sharding": _sharding(policy_fsdp)}
-    actor = load_policy(
-        policy, optimizer=_optimizer(actor_config.optim, actor_config.grad_clip, total_steps), **policy_kwargs
-    )
-    value_model = load_critic(
-        critic,
-        dtype=_DTYPES[config.critic.fsdp_config.model_dtype],
-        sharding=_sharding(config.critic.fsdp_config),
-        optimizer=_optimizer(config.critic.optim, config.critic.grad_clip, total_steps),
-        **common,
-    )
-    wanted = config.algorithm.use_kl_in_reward or actor_config.use_kl_loss
-    reference = load_policy(policy, optimizer=None, **policy_kwargs) if wanted else None
+    """Actor, critic and, where a KL is asked for, the reference. Here it is decided which engine holds which.
+
+    The reference is under FSDP2 whatever trains the actor: nothing of it is ever updated or saved.
+    """
+    role, critic_role, seed = config.actor_rollout_ref.actor, config.critic, config.trainer.seed
+    optimizer = _optimizer(role.optim, role.grad_clip, total_steps)
+    critic_optimizer = _optimizer(critic_role.optim, critic_role.grad_clip, total_steps)
+    if DEEPSPEED in (role.strategy, critic_role.strategy):
+        check_installed()
+        start(device)
+    actor: TrainingEngine
+    value_model: TrainingEngine
+    if config.trainer.joint_engine:
+        both = (optimizer, critic_optimizer)
+        actor = zero_models.load_joint(policy, critic, device, _zero(role.deepspeed_config), both, seed)
+        value_model = actor
+    elif role.strategy == MEGATRON:
+        actor, value_model = megatron_setup.load_roles(config, policy, critic, device, (optimizer, critic_optimizer))
+    else:
+        if role.strategy == DEEPSPEED:
+            actor = zero_models.load_policy(policy, device, _zero(role.deepspeed_config), optimizer, seed)
+        else:
+            actor = load_policy(policy, mesh, device, **_fsdp(role.fsdp_config), optimizer=optimizer, seed=seed)
+        if critic_role.strategy == DEEPSPEED:
+            zero = _zero(critic_role.deepspeed_config)
+            value_model = zero_models.load_critic(critic, device, zero, critic_optimizer, seed)
+        else:
+            fsdp = _fsdp(critic_role.fsdp_config)
+            value_model = load_critic(critic, mesh, device, **fsdp, optimizer=critic_optimizer, seed=seed)
+    reference = None
+    if config.algorithm.use_kl_in_reward or role.use_kl_loss:
+        fsdp = _fsdp(role.fsdp_config)
+        if role.strategy == DEEPSPEED:
+            fsdp = _as_zero(role.deepspeed_config)
+        elif role.strategy == MEGATRON:
+            fsdp = {"dtype": _DTYPES[role.megatron.dtype], "sharding": Sharding(_DTYPES[role.megatron.dtype])}
+        reference = load_policy(policy, mesh, device, **fsdp, optimizer=None, seed=seed)
     return Models(actor, value_model, reference)
 
 
-def _sharding(config: FsdpConfig) -> Sharding:
-    return Sharding(_DTYPES[config.dtype], _DTYPES[config.reduce_dtype], config.reshard_after_forward)
+def _fsdp(config: FsdpConfig) -> dict[str, Any]:
+    sharding = Sharding(_DTYPES[config.dtype], _DTYPES[config.reduce_dtype], config.reshard_after_forward)
+    return {"dtype": _DTYPES[config.model_dtype], "sharding": sharding}
+
+
+def _as_zero(config: DeepSpeedConfig) -> dict[str, Any]:
+    """FSDP2 of a frozen model whose forward computes what that of the same weights under ZeRO does."""
+    return {"dtype": _DTYPES[config.dtype], "sharding": Sharding(_DTYPES[config.dtype])}
+
+
+def _zero(config: DeepSpeedConfig) -> ZeroSettings:
+    return ZeroSettings(
+        config.zero_stage,
+        _DTYPES[config.dtype],
+        _DTYPES[config.reduce_dtype],
+        config.offload_optimizer,
+        config.ds_config,
+    )
 
 
 def _optimizer(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:

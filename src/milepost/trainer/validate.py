@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from milepost.engines import rng
-from milepost.engines.fsdp import FsdpEngine
 from milepost.trainer.data import PromptDataset, collate
 from milepost.trainer.experience import Judge
 from milepost.trainer.metrics import Tally
@@ -32,7 +35,7 @@ class Validator:
         self._data = data
         self._ranks = ranks
 
-    def run(self, actor: FsdpEngine) -> dict[str, float]:
+    def run(self, policy: Any) -> dict[str, float]:
         """Mean reward, `val/test_score/<data set>`; the share of answers that are the ground truth to the letter,
         `val/exact_match/<data set>`, where there are ground truths; mean length of the answers in tokens.
 
@@ -42,11 +45,11 @@ class Validator:
         size = self._data.val_batch_size or len(self._dataset)
         with rng.isolated():
             for start in range(0, len(self._dataset), size):
-                self._answer(actor, list(range(start, min(start + size, len(self._dataset)))), tally)
+                self._answer(policy, list(range(start, min(start + size, len(self._dataset)))), tally)
         return tally.means(self._ranks.sum)
 
-    def _answer(self, actor: FsdpEngine, numbers: list[int], tally: Tally) -> None:
-        own = [self._dataset[number] for number in rank_slice(numbers, self._ranks.rank, self._ranks.world_size)]
+    def _answer(self, policy: Any, numbers: list[int], tally: Tally) -> None:
+        own = [self._dataset[number] for number in rank_slice(numbers, self._ranks.data_rank, self._ranks.data_size)]
         prompts = self._ranks.each(
             lambda: collate(
                 own,
@@ -57,7 +60,7 @@ class Validator:
             )
         )
         sequences = generate(
-            actor.model,
+            policy,
             prompts,
             self._sampling,
             self._tokens,
@@ -65,7 +68,8 @@ class Validator:
             ranks=self._ranks.world_size,
         )
         responses = self._judge.texts(sequences)
-        scores = self._ranks.each(lambda: self._judge.scores(prompts, responses))
+        judged = self._ranks.each(lambda: self._judge.scores(prompts, responses))
+        scores = self._ranks.agreed(torch.tensor(judged, dtype=torch.float64, device=self._ranks.device)).tolist()
         pairs = list(zip(responses, prompts.ground_truths, strict=True))
         known = [(response, truth) for response, truth in pairs if truth is not None]
         exact = sum(response.strip() == truth.strip() for response, truth in known)

@@ -29,13 +29,14 @@ from milepost.checkpoint.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.files import make_directory
 from milepost.checkpoint.lock import exclusive
 from milepost.engines import rng
+from milepost.engines.cpu_compat import choose_cpu
 from milepost.errors import CallError, MilepostError
 from milepost.trainer.config import config_yaml, load_config
 from milepost.trainer.launch import RUN_ID, VERDICT_FILE
 from milepost.trainer.logging import TENSORBOARD_DIR, ConsoleLogger, Logger, TensorBoardLogger
 from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.ranks import Ranks
-from milepost.trainer.schema import TrainConfig
+from milepost.trainer.schema import DEEPSPEED, TrainConfig
 from milepost.trainer.setup import build_trainer, run_directory
 
 CONFIG_COPY = "config.yaml"
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         root = run_directory(config)
-        quiet()
         device = choose_device(config)
+        quiet(device)
         join(device)
         train(config, device)
     except MilepostError as error:
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for number in _STOPS:
             signal.signal(number, signal.SIG_DFL)  # there is nothing left to unwind
-    dist.destroy_process_group()
+    leave(config)
     return 0
 
 
@@ -216,6 +217,15 @@ def join(device: torch.device) -> None:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
+def leave(config: TrainConfig) -> None:
+    """Leave the process group once all is done. The process must then end without clearing up."""
+    if DEEPSPEED in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
+        # What DeepSpeed holds of the group makes taking it apart abort or hang, one time in four.
+        dist.barrier()
+    else:
+        dist.destroy_process_group()
+
+
 def resume(trainer: PpoTrainer) -> None:
     """Go on from where the config says."""
     config = trainer.config.trainer
@@ -253,9 +263,12 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def quiet() -> None:
+def quiet(device: torch.device) -> None:
     """Let transformers speak of errors only: every rank would say the same. FSDP2 warns of in-place changes to what
-    a model returns; nothing here makes any."""
+    a model returns; nothing here makes any. DeepSpeed, which transformers imports where it is installed, warns of a
+    machine without an accelerator."""
+    if device.type == "cpu":
+        choose_cpu()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -284,11 +297,3 @@ def _identify(root: Path) -> tuple[str, int]:
     run_id = os.environ.get(RUN_ID) or uuid4().hex
     starts = [event for event in read_events(root / EVENTS) if event["event"] == "start"]
     return run_id, sum(event.get("run_id") == run_id for event in starts)
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: what a dead rank left of a process group could keep the interpreter from ending.
-    os._exit(status)

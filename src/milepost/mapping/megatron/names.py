@@ -127,14 +127,16 @@ def from_megatron(index: TensorIndex, config: Config, *, is_value_model: bool = 
             "Hugging Face model in huggingface/ beside it: that directory needs no merge"
         )
     model = model_of(config)
+    heads = VALUE_HEAD if _has_value_head(groups[None], model, is_value_model) else {}
     notes = [f"took Megatron's names of {model.kind} as Hugging Face's"]
     entries: dict[str, TensorEntry] = {}
     for moment, group in groups.items():
-        whole = _whole(group, model, is_value_model)
+        whole = _whole(group, model, heads)
         for name, (rule, entry) in whole.items():
             _, layer, expert = pattern_of(name)
             with _naming(joined(name, moment)):
-                parts = rule.form.apart(entry, model.settings)
+                # the count of an optimizer's steps is one number for all that a tensor holds
+                parts = rule.form.apart(entry, model.settings) if entry.shape else (entry,) * len(rule.huggingface)
             for theirs, part in zip(rule.huggingface, parts, strict=True):
                 entries[joined(theirs.format(layer=layer, expert=expert), moment)] = part
             if moment is None and parts[0].shape != entry.shape and isinstance(rule.form, Padded):
@@ -170,13 +172,17 @@ def to_megatron(index: TensorIndex, config: Config) -> TensorIndex:
         if missing:
             raise IncompleteError(f"{joined(missing[0], moment)} is missing, which is a part of {name}")
         with _naming(joined(name, moment)):
-            whole = rules[name].form.together([parts[part] for part in theirs], model.settings)
+            held_by = [parts[part] for part in theirs]
+            whole = rules[name].form.together(held_by, model.settings) if held_by[0].shape else held_by[0]
         entries[joined(name, moment)] = whole
     return index.with_entries(entries)
 
 
-def _whole(group: Mapping[str, TensorEntry], model: Model, is_value_model: bool) -> dict[str, tuple[Rule, TensorEntry]]:
-    """Canonical name -> its rule and the whole tensor, of weights or of one moment."""
+def _whole(
+    group: Mapping[str, TensorEntry], model: Model, heads: Mapping[str, Rule]
+) -> dict[str, tuple[Rule, TensorEntry]]:
+    """Canonical name -> its rule and the whole tensor, of weights or of one moment. `heads`: rules that go before the
+    model's."""
     parts: dict[str, dict[int, TensorEntry]] = {}
     for name, entry in unstacked(group, model.layers, model.experts).items():
         bare, tp = split_part(name)
@@ -189,8 +195,7 @@ def _whole(group: Mapping[str, TensorEntry], model: Model, is_value_model: bool)
     unknown = []
     for name, held in parts.items():
         pattern, layer, expert = pattern_of(name)
-        rule = VALUE_HEAD.get(pattern) if _is_value_head(name, parts, model, is_value_model) else None
-        rule = rule or model.rules.get(pattern)
+        rule = heads.get(pattern) or model.rules.get(pattern)
         if rule is None:
             unknown.append(name)
         else:
@@ -205,14 +210,10 @@ def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
     return alike and list(one.chunks) == list(other.chunks)
 
 
-def _is_value_head(
-    name: str, parts: Mapping[str, Mapping[int, TensorEntry]], model: Model, is_value_model: bool
-) -> bool:
+def _has_value_head(weights: Mapping[str, TensorEntry], model: Model, is_value_model: bool) -> bool:
     """Whether the output layer is a value model's: it has fewer rows than there are words, one or as many as labels."""
-    if name not in VALUE_HEAD or OUTPUT.name not in parts:
-        return False
-    rows = [part.shape[0] for part in parts[OUTPUT.name].values() if part.shape]
-    few = sum(rows) < model.settings["vocab_size"]
+    rows = [entry.shape[0] for name, entry in weights.items() if split_part(name)[0] == OUTPUT.name and entry.shape]
+    few = 0 < sum(rows) < model.settings["vocab_size"]
     return few and (is_value_model or set(rows) <= {1, model.settings["num_labels"]})
 
 

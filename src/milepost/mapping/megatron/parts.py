@@ -27,7 +27,7 @@ def join(name: str, rule: Rule, parts: Mapping[int, TensorEntry], ranks: int, ex
 
     Raises IncompleteError where pieces are missing, MismatchError where copies differ or sizes do not fit.
     """
-    dim = rule.cut.dim
+    dim = rule.cut.dim if any(part.shape for part in parts.values()) else None
     copies = dim is None or (rule.cut.or_whole and all(_extent(part, dim) == extent for part in parts.values()))
     missing = [rank for rank in range(ranks) if rank not in parts]
     if missing and not (copies and rule.cut.or_whole):

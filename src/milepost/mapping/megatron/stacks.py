@@ -72,7 +72,9 @@ def stacked(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _slices(name: str, entry: TensorEntry, count: int, what: str) -> list[TensorEntry]:
-    if not entry.shape or entry.shape[0] != count:
+    if not entry.shape:  # the count of an optimizer's steps, one number for all of them
+        return [entry] * count
+    if entry.shape[0] != count:
         raise MismatchError(
             f"{name} has shape {list(entry.shape)}, a tensor for all {what} as one; config.json has {count} {what}"
         )
@@ -91,5 +93,5 @@ def _whole(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         if other not in entries:
             raise IncompleteError(f"{name} is there and {other} is not, which is the other half of {match[1]}")
         if match[2] == _UPPER:
-            whole[match[1]] = concat([entry, entries[other]], 0)
+            whole[match[1]] = concat([entry, entries[other]], 0) if entry.shape else entry
     return whole

@@ -1,0 +1,95 @@
+"""A converted model in megatron-core's hands: its own loader, its logits; and Hugging Face weights in a Megatron model.
+
+The models are those of the reading tests, the oracle of every weight is `megatron_models`, that of the logits transformers.
+One launch of four ranks for all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import megatron_checkpoints as writer
+import megatron_converted as reader
+from ranks import run_ranks
+
+import milepost
+
+RANKS = range(4)
+CASES = [pytest.param(n, case, id=f"{case.model}-{n}") for n, case in enumerate(reader.CASES)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    root = tmp_path_factory.mktemp("converted")
+    writer.make_models(root)
+    models, converted, wrong = root / "models", root / "converted", root / "wrong"
+    change(models / "critic", token_classification_bias=False)
+    for model in {case.model for case in reader.CASES}:
+        milepost.convert(models / model, converted / model, max_shard_size="20kB")
+    for number, (model, changes, _) in enumerate(reader.WRONG):
+        shutil.copytree(models / model, wrong / str(number))
+        change(wrong / str(number), **changes)
+    return run_ranks(reader.load_all, len(RANKS), str(models), str(converted), str(wrong))
+
+
+def change(model: Path, **values: Any) -> None:
+    """Change a model's config.json."""
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(("number", "case"), CASES)
+def test_megatrons_own_loader_reads_every_bit(found: list[dict[str, Any]], number: int, case: reader.Case) -> None:
+    for rank in RANKS:
+        mine = found[rank]["cases"][number]
+        assert mine["megatron"] == [] and not mine["padded"], rank
+    logits = [mine for rank in RANKS if (mine := found[rank]["cases"][number]["logits"]) is not None]
+    assert bool(logits) == case.logits
+    assert all(difference < 1e-5 for difference in logits)
+
+
+@pytest.mark.parametrize("method", ["sharded", "broadcast"])
+@pytest.mark.parametrize(("number", "case"), CASES)
+def test_pretrained_weights_are_loaded_bitwise(
+    found: list[dict[str, Any]], number: int, case: reader.Case, method: str
+) -> None:
+    """By both methods the same: what the oracle filled in. Under "broadcast" the other ranks had a path to nowhere."""
+    for rank in RANKS:
+        differing, report = found[rank]["cases"][number][method]
+        assert differing == [] and report.fresh == () and report.method == method
+
+
+@pytest.mark.parametrize(("number", "case"), CASES)
+def test_a_rank_moves_no_more_than_it_holds(found: list[dict[str, Any]], number: int, case: reader.Case) -> None:
+    """Sharded: its own parameters, the padding of the vocabulary aside, and nothing by the network. Broadcast: the files
+    are read once, by rank 0."""
+    vocabulary = 16 * 4 * 2 * (writer.PADDED - writer.SIZES["vocab_size"])  # bytes of padding, of both ends at most
+    read = []
+    for rank in RANKS:
+        mine = found[rank]["cases"][number]
+        (_, sharded), (_, broadcast) = mine["sharded"], mine["broadcast"]
+        buffers = 4 * 4 * 2 if case.model == "deepseek_v3" else 0  # routing biases, which are no parameters
+        assert mine["nbytes"] - vocabulary <= sharded.read - buffers <= mine["nbytes"]
+        assert sharded.received == 0
+        assert (broadcast.read > 0) == (rank == 0)
+        assert broadcast.received == (0 if rank == 0 else sharded.read)
+        read.append(broadcast.read)
+    sizes = found[0]["sizes"]
+    assert sum(read) == sizes[case.model]
+
+
+@pytest.mark.parametrize("number", range(len(reader.WRONG)))
+def test_a_config_of_another_model_is_refused_before_anything_is_read(found: list[dict[str, Any]], number: int) -> None:
+    """Case 74: on every rank, by both methods; what has the same shapes but means something else too."""
+    for rank in RANKS:
+        sharded, untouched, broadcast, still = found[rank]["refused"][number]
+        assert reader.WRONG[number][2] in sharded and reader.WRONG[number][2] in broadcast
+        assert untouched == still == "nothing was read"
