@@ -1,7 +1,7 @@
 """verl's converter by its old name: `python scripts/converter_hf_to_mcore.py --hf_model_path ... --output_path ...`.
 
-It is `milepost convert`, with two habits of that script: weights become bfloat16, and an output directory that is not empty
-is left as it is, with `--test` compared with the model instead.
+It is `milepost convert`, with two habits of that script: weights become bfloat16, and an output directory that is not
+empty is left as it is, with `--test` compared with the model instead.
 """
 
 from __future__ import annotations

@@ -22,11 +22,15 @@ class Case:
     """A model of `megatron_checkpoints.MODELS`, and how it is cut.
 
     logits:  whether they are compared with transformers'
+    half:    whether Megatron's weights are bfloat16, so that values are cast on the way
+    source:  the model whose directory is loaded, where it is not the one that is built: a policy's for its critic
     """
 
     model: str
     at: Parallel
     logits: bool = True
+    half: bool = False
+    source: str = ""
 
 
 CASES = (
@@ -40,6 +44,8 @@ CASES = (
     Case("qwen3_moe", Parallel(pp=2, ep=2)),
     Case("deepseek_v3", Parallel(tp=2, ep=2, etp=1), logits=False),
     Case("critic", Parallel(tp=2, pp=2), logits=False),
+    Case("qwen3_moe", Parallel(tp=2, ep=2, etp=1), logits=False, half=True),
+    Case("critic", Parallel(tp=2, pp=2), logits=False, source="llama"),
 )
 
 
@@ -65,7 +71,7 @@ def load_all(models: str, converted: str, wrong: str) -> dict[str, Any]:
     """Called on four ranks. Returns what this rank found: of each case, and of each config.json in `wrong`."""
     megatron_cpu.install()
     torch.set_grad_enabled(False)
-    found = [_load(Path(models) / case.model, Path(converted) / case.model, case) for case in CASES]
+    found = [_load(Path(models), Path(converted) / case.model, case) for case in CASES]
     said = _refused(Path(models), Path(wrong))
     megatron_cpu.end_saver()
     sizes = {case.model: _size(Path(models) / case.model) for case in CASES}
@@ -91,36 +97,50 @@ def _made(model: Path, at: Parallel, *, value: bool = False) -> tuple[Any, list[
     return hf, chunks
 
 
-def _load(model: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
+def _load(models: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
     """What differs from the model filled by `megatron_models`: after Megatron's own loader, and after each method of
     ours, with their reports; and the largest difference of logits where this rank has them."""
-    from megatron.core import dist_checkpointing, parallel_state
     from safetensors.torch import load_file
 
+    model, source = models / case.model, models / (case.source or case.model)
     value = case.model == "critic"
     hf, ours = _made(model, case.at, value=value)
     filled = build(hf, case.at, PADDED, value=value)
-    fill(filled, hf, load_file(model / "model.safetensors"), PADDED)
+    weights = load_file(source / "model.safetensors")
+    if case.source:
+        weights["score.weight"] = torch.full((1, hf.hidden_size), float("nan"))  # as it was
+    fill(filled, hf, weights, PADDED)
+    if case.half:
+        for chunk in (*ours, *filled):
+            chunk.bfloat16()
     found: dict[str, Any] = {"nbytes": sum(p.nbytes for chunk in ours for p in chunk.parameters())}
     for method in ("sharded", "broadcast"):
         hidden = method == "broadcast" and dist.get_rank() > 0
-        report = milepost.load_pretrained(ours, "/nowhere" if hidden else model, method=method)
+        report = milepost.load_pretrained(ours, "/nowhere" if hidden else source, method=method)
         found[method] = _differing(ours, filled), report
         for chunk in ours:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
-    names = [f"model{n}" for n in range(len(ours))] if len(ours) > 1 else ["model"]
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    wanted = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, ours, strict=True)}
-    loaded = dist_checkpointing.load(wanted, str(checkpoint))
-    for name, chunk in zip(names, ours, strict=True):
-        chunk.load_state_dict(loaded[name])
+    if case.source:
+        return found
+    _load_as_megatron(ours, checkpoint)
     padded = [
         bool(value[other == PADDING].any())
         for mine, theirs in zip(ours, filled, strict=True)
         for value, other in zip(mine.parameters(), theirs.parameters(), strict=True)
     ]
     return {**found, "megatron": _differing(ours, filled), "padded": any(padded), "logits": _logits(ours, model, case)}
+
+
+def _load_as_megatron(chunks: list[Any], checkpoint: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    names = [f"model{n}" for n in range(len(chunks))] if len(chunks) > 1 else ["model"]
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    wanted = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    for name, chunk in zip(names, chunks, strict=True):
+        chunk.load_state_dict(loaded[name])
 
 
 def _refused(models: Path, wrong: Path) -> list[list[str]]:
@@ -149,8 +169,13 @@ def _differing(ours: list[Any], filled: list[Any]) -> list[str]:
         name
         for mine, theirs in zip(ours, filled, strict=True)
         for (name, value), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True)
-        if isinstance(value, torch.Tensor) and not torch.equal(value.masked_fill(other == PADDING, PADDING), other)
+        if isinstance(value, torch.Tensor)
+        and not torch.equal(_bits(value.masked_fill(other == PADDING, PADDING)), _bits(other))
     ]
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)
 
 
 def _logits(chunks: list[Any], directory: Path, case: Case) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,8 @@ def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.destroy_model_parallel()
+    for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)  # each has threads of its own, and Megatron makes dozens
     parallel_state.initialize_model_parallel(
         tp,
         pp,

@@ -70,14 +70,43 @@ def make(
     from megatron.core import parallel_state
 
     from milepost.engines.megatron_model import start
+
+    parallel_state.destroy_model_parallel()
+    for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD, *_KEPT}:
+        dist.destroy_process_group(group)  # each has threads of its own, and Megatron makes dozens
+    start(parallel, CPU, seed=1)
+    return remake(directory, parallel, critic=critic, trained=trained, form=form, **clip)
+
+
+def remake(
+    directory: Path, parallel: Any, *, critic: bool = False, trained: bool = True, form: str = "classic", **clip: float
+) -> Any:
+    """Another engine, cut as the last one."""
     from milepost.trainer.megatron_models import MegatronSettings, load_critic, load_policy
     from milepost.trainer.models import ModelSource
 
-    parallel_state.destroy_model_parallel()
-    start(parallel, CPU, seed=1)
     load = load_critic if critic else load_policy
     optimizer = settings(**clip) if trained else None
     return load(ModelSource(directory), CPU, MegatronSettings(parallel, form=form), optimizer, seed=1)
+
+
+def share() -> Any:
+    """Whose sequences are whose, as the trainer finds out."""
+    from megatron.core import parallel_state as state
+
+    from milepost.trainer.ranks import Share
+
+    return Share(
+        state.get_data_parallel_rank(),
+        state.get_data_parallel_world_size(),
+        state.get_data_parallel_group(),
+        state.get_model_parallel_group(),
+        state.get_model_parallel_src_rank(),
+    )
+
+
+_KEPT: list[Any] = []
+"""Groups of this rank that are not Megatron's."""
 
 
 def make_fsdp(directory: Path, *, critic: bool = False, **clip: float) -> Any:
@@ -87,6 +116,7 @@ def make_fsdp(directory: Path, *, critic: bool = False, **clip: float) -> Any:
     from milepost.trainer.models import ModelSource, load_critic, load_policy
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(MESH_DIM,))
+    _KEPT.append(mesh.get_group())
     load = load_critic if critic else load_policy
     source, optimizer = ModelSource(directory), settings(**clip)
     return load(source, mesh, CPU, dtype=torch.float32, sharding=Sharding(), optimizer=optimizer, seed=1)

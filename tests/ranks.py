@@ -28,6 +28,8 @@ PRELOADED = [
     "transformers.quantizers.auto",
     "milepost.trainer.models",
     "deepspeed",
+    "megatron.core.models.gpt",
+    "megatron.core.dist_checkpointing",
 ]
 
 

@@ -1,4 +1,4 @@
-"""convert: Hugging Face to Megatron and back, over families, in torch-free reading; what is refused, and what is left."""
+"""convert: Hugging Face to Megatron and back, over families; what is refused, and what is left then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import milepost
 from milepost.cli.app import run as run_command
-from milepost.errors import CallError, CheckpointError, DamagedError, IncompleteError, MismatchError, NotFoundError
-from milepost.errors import WriteError
+from milepost.errors import CallError, DamagedError, IncompleteError, MismatchError, NotFoundError, WriteError
 from milepost.jobs import convert as converting
 from milepost.jobs.convert import ConvertOptions, check_written, prepare_conversion
 from milepost.layouts import open_directory
@@ -89,7 +88,8 @@ def test_merge_of_a_conversion_is_the_model_bitwise(name: str, tmp_path: Path) -
     assert report.tested and len(list((tmp_path / "mcore").glob("*.distcp"))) > 1
     milepost.merge(tmp_path / "mcore", tmp_path / "back", backend="megatron")
     assert bits(tmp_path / "back") == bits(model)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+    back, given = (json.loads((at / "config.json").read_text()) for at in (tmp_path / "back", model))
+    assert back == given
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert report.tensors == len(bits(model))
 
@@ -186,13 +186,13 @@ def test_what_is_no_model_of_a_known_kind(tmp_path: Path, monkeypatch: pytest.Mo
     model = make(tmp_path / "hf", "llama")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
-    with pytest.raises(MismatchError, match="a model of type gemma2; .*known are llama, mistral"):
+    with pytest.raises(MismatchError, match=r"a model of type gemma2; .*known are llama, mistral"):
         milepost.convert(model, tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match="has no config.json with weights"):
+    with pytest.raises(NotFoundError, match=r"has no config\.json with weights"):
         milepost.convert(tmp_path / "empty", tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotFoundError, match="hf download Qwen/Qwen2-0.5B --local-dir"):
+    with pytest.raises(NotFoundError, match=r"hf download Qwen/Qwen2-0\.5B --local-dir"):
         milepost.convert("Qwen/Qwen2-0.5B", tmp_path / "out")
 
 
@@ -234,7 +234,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         written(self, *arguments)
 
     monkeypatch.setattr(converting.DcpWriter, "write", fails)
-    with pytest.raises(WriteError, match="No space left"):
+    with pytest.raises(WriteError, match="the disk is full"):
         milepost.convert(model, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -290,7 +290,3 @@ def test_progress_comes_to_its_end(tmp_path: Path) -> None:
     told: list[int] = []
     converting.write_conversion(conversion, tmp_path / "out", options, progress=told.append)
     assert sum(told) == converting.bytes_to_move(conversion, options) > 0
-
-
-def test_errors_are_of_the_checkpoint() -> None:
-    assert issubclass(DamagedError, CheckpointError) and DamagedError.exit_status == 1

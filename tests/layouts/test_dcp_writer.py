@@ -31,9 +31,11 @@ from milepost.transfer.plan import windows
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=5).map(tuple)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -129,7 +131,7 @@ def test_torch_reads_the_folder(tmp_path: Path, max_box: int, window: int) -> No
     wanted = {
         "w": np.stack([bits[f"{n}.w"] for n in range(LAYERS)]),
         "e": np.stack([np.stack([bits[f"{n}.{e}.e"] for e in range(EXPERTS)]) for n in range(LAYERS)]),
-        **{key: bits["norm"] for key in ("norm", "other.norm")},
+        **dict.fromkeys(("norm", "other.norm"), bits["norm"]),
         **{key: bits[key] for key in ("big", "one")},
     }
     metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()

@@ -10,8 +10,7 @@ import torch
 from milepost.engines.base import LiveTensor
 from milepost.index import Bits, Box
 
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LiveSink:
@@ -35,9 +34,8 @@ class LiveSink:
 
     def write(self, name: str, box: Box, bits: Bits) -> None:
         """Copy bit patterns into the view whose box holds `box`."""
-        as_numpy = _NUMPY[bits.itemsize]
         # (numpy's contiguous copy of a scalar would have one dimension.)
-        values = torch.from_numpy(np.ascontiguousarray(bits).view(as_numpy).reshape(bits.shape))
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}").reshape(bits.shape))
         for place in self.places(name, box):
             place.copy_(values)
 
@@ -46,4 +44,4 @@ class LiveSink:
         types."""
         for owned, view in self._tensors[name].boxes:
             if owned.intersect(box) == box:
-                yield view.detach()[box.within(owned).slices()].view(SIGNED[view.element_size()])
+                yield view.detach()[box.within(owned).slices()].view(_SIGNED[view.element_size()])

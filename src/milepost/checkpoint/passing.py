@@ -1,8 +1,8 @@
 """Weights passed from rank 0, which reads them, to the ranks that hold their boxes, window by window.
 
-All ranks go through the tensors in one order. Of each box rank 0 reads a window once and sends it to every first rank of a
-data-parallel group that holds it; that one passes it on to the others of its group. At every tensor a rank waits only for
-one that is before it in this chain, so none waits for ever.
+All ranks go through the tensors in one order. Of each box rank 0 reads a window once and sends it to every first rank
+of a data-parallel group that holds it; that one passes it on to the others of its group. At every tensor a rank waits
+only for one that is before it in this chain, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from milepost.checkpoint.comm import Communicator
-from milepost.checkpoint.live import SIGNED, LiveSink
+from milepost.checkpoint.live import LiveSink
 from milepost.engines.base import LiveTensor
 from milepost.errors import IncompleteError
 from milepost.index import Bits, Box, TensorEntry, TensorIndex, itemsize
@@ -91,7 +91,7 @@ class _Groups:
         return self._first(self._of(name)) == self._rank
 
     def share(self, name: str, data: torch.Tensor) -> None:
-        """Send from the rank that leads to the others of its group."""
+        """Send bytes from the rank that leads to the others of its group."""
         group = self._of(name)
         if group.size() > 1:
             self._dist.broadcast(data, self._first(group), group=group)
@@ -137,17 +137,19 @@ class _Rank:
     def take(self, name: str, wanted: _Wanted) -> None:
         """On the others: a box from rank 0, or from the rank that leads here."""
         for part in wanted.parts(self._window_bytes):
-            data = self._torch.empty(part.volume, dtype=SIGNED[itemsize(wanted.dtype)], device=self._device)
+            size = part.volume * itemsize(wanted.dtype)
+            data = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
             if self._groups.leads(name):
                 self._dist.recv(data, 0)
             self._keep(name, part, data)
-            self.received += data.numel() * data.element_size()
+            self.received += size
 
     def _keep(self, name: str, part: Box, data: torch.Tensor) -> None:
         self._groups.share(name, data)
         for place in self._sink.places(name, part):
-            place.copy_(data.reshape(part.sizes))
+            place.copy_(data.view(place.dtype).reshape(part.sizes))
 
     def _tensor(self, bits: Bits) -> torch.Tensor:
-        flat = np.ascontiguousarray(bits).reshape(-1).view(f"<i{bits.itemsize}")
+        """As bytes: gloo sends no integers of 2."""
+        flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
         return self._torch.from_numpy(flat).to(self._device)

@@ -3,9 +3,9 @@
     milepost.load_pretrained(model_chunks, "Qwen2.5-7B")                       every rank sees the files
     milepost.load_pretrained(model_chunks, "Qwen2.5-7B", method="broadcast")   rank 0 alone sees them
 
-`sharded`: every rank reads the boxes that it holds, and nothing is sent. `broadcast`: rank 0 reads tensor after tensor, each
-byte once, and sends every box to the ranks that hold it, the first of each data-parallel group, which passes it on to the
-others. No rank ever holds more than a window beside its own parameters.
+`sharded`: every rank reads the boxes that it holds, and nothing is sent. `broadcast`: rank 0 reads tensor after
+tensor, each byte once, and sends every box to the ranks that hold it, the first of each data-parallel group, which
+passes it on to the others. No rank ever holds more than a window beside its own parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _FACTS = (
     ("key/value heads", "num_query_groups", "num_key_value_heads"),
     ("rows a head", "kv_channels", "head_dim"),
 )
-"""In words, in Megatron's config, in config.json. In latent attention the last `_OF_LATENT_ATTENTION` are other things."""
+"""In words, in Megatron's config, in config.json. In latent attention the last `_OF_LATENT_ATTENTION` are other
+things."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ def load_pretrained(
     hf_dir:        the model's directory; with "broadcast" only rank 0 looks at it
     method:        "sharded" or "broadcast"
 
-    Values are cast to the parameters' element types. A model with a value head takes its head from the directory or, where
-    that is a policy's, keeps the one it has.
+    Values are cast to the parameters' element types. A model with a value head takes its head from the directory or,
+    where that is a policy's, keeps the one it has.
 
-    Raises, on every rank, before anything is read: MismatchError where config.json is another model's, or the weights are
-    not what it describes; NotFoundError where there is no model; CallError for another method.
+    Raises, on every rank, before anything is read: MismatchError where config.json is another model's, or the weights
+    are not what it describes; NotFoundError where there is no model; CallError for another method.
     """
     if method not in (SHARDED, BROADCAST):
         raise CallError(f"method={method!r}: choose from {SHARDED!r}, {BROADCAST!r}")
@@ -165,8 +166,8 @@ def _value_head(chunks: list[Any]) -> tuple[int, bool] | None:
 
 
 def _check(chunks: list[Any], config: Config, directory: Path) -> None:
-    """Raise MismatchError where the model was built for another config. What is cut alike from other numbers of heads has
-    the same shapes, so shapes alone do not tell."""
+    """Raise MismatchError where the model was built for another config. What is cut alike from other numbers of heads
+    has the same shapes, so shapes alone do not tell."""
     described = model_of(config)
     for chunk in map(unwrapped, chunks):
         built = chunk.config

@@ -44,9 +44,9 @@ def convert(
 ) -> None:
     """Write a Hugging Face model as a dist checkpoint of Megatron.
 
-    Megatron's own loader reads it under any tensor, pipeline and expert parallel sizes. No model is built, memory does not
-    grow with the model, and the directory appears whole or not at all. Config and tokenizer go along, so that `milepost
-    merge` of the output gives the model back.
+    Megatron's own loader reads it under any tensor, pipeline and expert parallel sizes. No model is built, memory
+    does not grow with the model, and the directory appears whole or not at all. Config and tokenizer go along, so
+    that `milepost merge` of the output gives the model back.
 
     Under torchrun the ranks share out the output files by bytes.
 

@@ -76,6 +76,7 @@ def start(parallel: Parallel, device: torch.device, seed: int) -> None:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=device.type != "cpu",  # beside the others, which are gloo's there already
     )
     with rng.isolated():  # it seeds the generator of the device, which is torch's own on the CPU
         importlib.import_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(

@@ -1,14 +1,14 @@
 """convert: a Hugging Face model directory to a dist checkpoint of Megatron (torch_dist).
 
-open -> map to Megatron -> plan over all boxes -> archives. No model is built and no bytes lie in memory but those on their
-way. The output is what Megatron's own loader reads under any tensor, pipeline and expert parallel sizes:
+open -> map to Megatron -> plan over all boxes -> archives. No model is built and no bytes lie in memory but those on
+their way. The output is what Megatron's own loader reads under any tensor, pipeline and expert parallel sizes:
 
     .metadata, __0_{i}.distcp    the weights
     metadata.json, common.pt     what Megatron looks at first
     huggingface/                 config and tokenizer: with them `milepost merge` of the output needs nothing else
 
-Rows that pad the vocabulary are not written: a model that has some fills them with zeros, as Megatron's loader does for any
-checkpoint of another padding.
+Rows that pad the vocabulary are not written: a model that has some fills them with zeros, as Megatron's loader does
+for any checkpoint of another padding.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def prepare_conversion(directory: Path, options: ConvertOptions) -> Conversion:
     written = to_megatron(under_cast(model.index, options.dtype), model.config)
     found = places(megatron, described)
     tensors = {name: Stored(written[name].dtype, written[name].shape, found[name]) for name in megatron}
-    contents = lay_out(tensors, dict.fromkeys(extra_states(found), [None]), options.max_shard_size)
+    contents = lay_out(tensors, {key: [None] for key in extra_states(found)}, options.max_shard_size)
     keys = {place.key for each in found.values() for place in each}
     return Conversion(model, megatron, contents, layers_alike(megatron, described), len(keys))
 
@@ -177,8 +177,8 @@ def write_conversion(
 ) -> ConvertReport:
     """Write a prepared conversion; with a `team`, this rank's share of the files.
 
-    Raises WriteError and CallError where the target is not good, DamagedError where `--test` finds a difference. Nothing
-    is left behind then, and an older checkpoint in `target` stays as it was.
+    Raises WriteError and CallError where the target is not good, DamagedError where `--test` finds a difference.
+    Nothing is left behind then, and an older checkpoint in `target` stays as it was.
     """
     begun = monotonic()
     if team is None:

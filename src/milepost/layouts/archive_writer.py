@@ -7,8 +7,8 @@ What `milepost.layouts.torchfile` reads: a zip archive of records stored as they
     archive/version      "3"
     archive/data/0       the elements of the tensor, at a multiple of 64 bytes
 
-Where everything lies depends on sizes alone, so an archive has its length, and its elements their place, before a byte of
-them is there. Their CRC-32, which stands before and behind them, comes last.
+Where everything lies depends on sizes alone, so an archive has its length, and its elements their place, before a
+byte of them is there. Their CRC-32, which stands before and behind them, comes last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ STORAGES = MappingProxyType(
 def crc32_of_both(first: int, second: int, length: int) -> int:
     """The CRC-32 of two runs of bytes, from those of each and the length in bytes of the second.
 
-    To append a byte of zeros is a linear map of the 32 bits, so `length` of them are its power (as zlib's crc32_combine).
+    To append a byte of zeros is a linear map of the 32 bits, so `length` of them are its power (as zlib's
+    crc32_combine).
     """
     for power in range(length.bit_length()):
         if length >> power & 1:

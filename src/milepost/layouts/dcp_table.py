@@ -55,9 +55,9 @@ def table_of_contents(tensors: Mapping[str, Tensor], objects: Iterable[tuple[str
             },
         )
         stored += [_stored(key, _size(part.box.offsets), part.file, part.start, part.length) for part in tensor.parts]
-    for key, *place in objects:
+    for key, file, start, length in objects:
         described[key] = _made("metadata.BytesStorageMetadata", {})
-        stored.append(_stored(key, None, *place))
+        stored.append(_stored(key, None, file, start, length))
     state = {
         "state_dict_metadata": described,
         "planner_data": {key: (key,) for key in described},

@@ -3,9 +3,10 @@
     __0_{i}.distcp   archives one after the other (`milepost.layouts.archive_writer`), each a box of a tensor
     .metadata        the table of contents, written last (`milepost.layouts.dcp_table`)
 
-A reader of DCP takes a box whole into memory before it picks what it needs, so no box is larger than `MAX_BOX` unless one
-row is. The same bytes may lie under several keys at no cost: `.metadata` then names one archive twice. `DcpWriter` is a sink
-for transfers (`milepost.transfer.Sink`); it takes the bytes as they pass, since each archive ends with their CRC-32.
+A reader of DCP takes a box whole into memory before it picks what it needs, so no box is larger than `MAX_BOX` unless
+one row is. The same bytes may lie under several keys at no cost: `.metadata` then names one archive twice.
+`DcpWriter` is a sink for transfers (`milepost.transfer.Sink`); it takes the bytes as they pass, since each archive
+ends with their CRC-32.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def lay_out(
 
     objects: key -> a small plain value
 
-    Raises MismatchError where tensors of one key differ in type or shape, RefusedError for a type that torch's archives do
-    not have.
+    Raises MismatchError where tensors of one key differ in type or shape, RefusedError for a type that torch's
+    archives do not have.
     """
     _check_alike(tensors)
     small: dict[bytes, tuple[list[str], int]] = {}
@@ -150,8 +151,8 @@ def _check_alike(tensors: Mapping[str, Stored]) -> None:
             known = tensors[other]
             if (stored.dtype, stored.shape) != (known.dtype, known.shape):
                 raise MismatchError(
-                    f"{name} is {stored.dtype}{list(stored.shape)}, {other} {known.dtype}{list(known.shape)}: they cannot "
-                    "lie in one tensor; --dtype makes their types one"
+                    f"{name} is {stored.dtype}{list(stored.shape)}, {other} {known.dtype}{list(known.shape)}: they "
+                    "cannot lie in one tensor; --dtype makes their types one"
                 )
 
 

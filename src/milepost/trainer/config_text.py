@@ -1,32 +1,39 @@
 """The schema and a config as text: commented YAML, plain YAML, JSON Schema.
 
-`python -m milepost.trainer.config_text` prints what `configs/ppo_trainer.yaml` must be.
+`python -m milepost.trainer.config_text` prints what `configs/ppo_trainer.yaml` must be, with `megatron` behind it
+`configs/ppo_megatron_trainer.yaml`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections
-from milepost.trainer.schema import TrainConfig
+from milepost.trainer.schema import MEGATRON, TrainConfig
 
 _HEADER = """\
 # Every key of `milepost train`, with its default and its meaning. Copy what you change into a file of your own
 # (milepost train --config my.yaml) or set it on the command line (milepost train trainer.save_freq=20).
 # Where actor_rollout_ref.model.path is null, a tiny model is trained to add, with the values of
 # src/milepost/trainer/embedded.py instead of some of these; `milepost config` shows them.
-# Made from src/milepost/trainer/schema.py by `python -m milepost.trainer.config_text`; do not edit.
+# Made from src/milepost/trainer/schema.py by `python -m milepost.trainer.config_text{variant}`; do not edit.
 """
+VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"": {}, MEGATRON: {"actor_rollout_ref.actor.strategy": MEGATRON}}
+)
+"""Names of configs to start from -> what they set otherwise than the defaults."""
 _COMMENT_COLUMN = 52
 
 
-def render_yaml() -> str:
-    """The defaults as YAML, each key with its meaning behind it."""
-    lines = [_HEADER.rstrip()]
+def render_yaml(variant: str = "") -> str:
+    """The defaults, or a variant of them, as YAML, each key with its meaning behind it."""
+    lines = [_HEADER.format(variant=variant and f" {variant}").rstrip()]
     shown: set[str] = set()
     for key in config_keys().values():
         parts = key.section.split(".")
@@ -38,13 +45,13 @@ def render_yaml() -> str:
                 lines += ["", f"# {config_sections()[section]}"] if depth == 0 else []
                 comment = f"# {config_sections()[section]}" if depth else ""
                 lines.append(f"{indent}{parts[depth]}:".ljust(_COMMENT_COLUMN if depth else 0) + comment)
-        lines.append(_yaml_line(key, len(parts)))
+        lines.append(_yaml_line(key, len(parts), VARIANTS[variant].get(key.name, key.default)))
     return "\n".join(lines) + "\n"
 
 
-def _yaml_line(key: ConfigKey, depth: int) -> str:
-    items = [_yaml_scalar(item) for item in key.default] if isinstance(key.default, list) else []
-    value = f"[{', '.join(items)}]" if isinstance(key.default, list) else _yaml_scalar(key.default)
+def _yaml_line(key: ConfigKey, depth: int, default: Any) -> str:
+    items = [_yaml_scalar(item) for item in default] if isinstance(default, list) else []
+    value = f"[{', '.join(items)}]" if isinstance(default, list) else _yaml_scalar(default)
     said = f"{'  ' * depth}{key.name.rpartition('.')[2]}: {value}"
     choices = f" ({', '.join(key.choices)})" if key.choices else ""
     return f"{said.ljust(_COMMENT_COLUMN - 1)} # {key.meaning}{choices}"
@@ -100,4 +107,4 @@ def _key_schema(key: ConfigKey) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render_yaml())
+    sys.stdout.write(render_yaml(*sys.argv[1:]))

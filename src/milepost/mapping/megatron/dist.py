@@ -7,8 +7,8 @@ Which keys a model of Megatron asks for depends on how it was built:
     experts            ...mlp.experts.experts.linear_fc1.weight              [experts, ...], or [layers, experts, ...]
     norms              under one name where they are modules of their own, another where Transformer Engine fuses them
 
-Norms therefore get both names. Beside its weights each linear layer and norm asks for an `_extra_state`, scales of 8-bit
-arithmetic; there are none, and None is what a model without such arithmetic keeps. Facts: megatron-core 0.16,
+Norms therefore get both names. Beside its weights each linear layer and norm asks for an `_extra_state`, scales of
+8-bit arithmetic; there are none, and None is what a model without such arithmetic keeps. Facts: megatron-core 0.16,
 `transformer/transformer_block.py`, `transformer/moe/experts.py`, `transformer/utils.py`.
 """
 
