@@ -54,7 +54,7 @@ def save_model(directory: Path, kind: str) -> Path:
     with torch.no_grad():  # biases and norms of a new model are all 0 and 1
         for weight in model.parameters():
             if weight.dim() == 1:
-                weight += 0.1 * torch.randn(weight.shape)
+                weight.add_(0.1 * torch.randn(weight.shape))
     model.save_pretrained(directory)
     return directory
 
@@ -67,14 +67,7 @@ def make(
     directory: Path, parallel: Any, *, critic: bool = False, trained: bool = True, form: str = "classic", **clip: float
 ) -> Any:
     """A Megatron engine over all ranks, cut anew: what was cut before in another way is of no use any more."""
-    from megatron.core import parallel_state
-
-    from milepost.engines.megatron_model import start
-
-    parallel_state.destroy_model_parallel()
-    for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD, *_KEPT}:
-        dist.destroy_process_group(group)  # each has threads of its own, and Megatron makes dozens
-    start(parallel, CPU, seed=1)
+    _cut_as(parallel)
     return remake(directory, parallel, critic=critic, trained=trained, form=form, **clip)
 
 
@@ -88,6 +81,30 @@ def remake(
     load = load_critic if critic else load_policy
     optimizer = settings(**clip) if trained else None
     return load(ModelSource(directory), CPU, MegatronSettings(parallel, form=form), optimizer, seed=1)
+
+
+def _cut_as(parallel: Any) -> None:
+    """Megatron's process groups for a layout. It makes dozens, each with threads of its own, so they are made once."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from milepost.engines.megatron_model import start
+
+    if parallel not in _GROUPS:
+        parallel_state.destroy_model_parallel()
+        start(parallel, CPU, seed=1)
+        _GROUPS[parallel] = {
+            name: value
+            for name, value in vars(parallel_state).items()
+            if name.startswith("_") and not name.startswith("__") and not callable(value)
+        }
+    vars(parallel_state).update(_GROUPS[parallel])
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    torch.set_rng_state(state)
+
+
+_GROUPS: dict[Any, dict[str, Any]] = {}
 
 
 def share() -> Any:
@@ -105,10 +122,6 @@ def share() -> Any:
     )
 
 
-_KEPT: list[Any] = []
-"""Groups of this rank that are not Megatron's."""
-
-
 def make_fsdp(directory: Path, *, critic: bool = False, **clip: float) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -116,7 +129,6 @@ def make_fsdp(directory: Path, *, critic: bool = False, **clip: float) -> Any:
     from milepost.trainer.models import ModelSource, load_critic, load_policy
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(MESH_DIM,))
-    _KEPT.append(mesh.get_group())
     load = load_critic if critic else load_policy
     source, optimizer = ModelSource(directory), settings(**clip)
     return load(source, mesh, CPU, dtype=torch.float32, sharding=Sharding(), optimizer=optimizer, seed=1)

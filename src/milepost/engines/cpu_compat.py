@@ -51,12 +51,13 @@ def megatron_answers() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = _get_state
     cuda.set_rng_state = _set_state
-    generators = importlib.import_module("megatron.core.tensor_parallel.random")
+    generators: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     generators._get_cuda_rng_state = _get_state
     generators._set_cuda_rng_state = _set_state
     # Without Transformer Engine these two name what was never defined.
-    importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
-    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    experts.te_general_gemm = None
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     if not isinstance(latent.TELinear, type):
         latent.HAVE_TE = False
 
@@ -102,7 +103,7 @@ def written_in_this_process() -> Iterator[None]:
     """Around a save of Megatron's that is not to go on beside the training: what its writers tell, they tell in this
     process. Megatron starts another one for it, which imports the program's main module anew (a script that does not
     expect it hangs) and outlives a rank that is killed; that is of use only where a save goes on by itself."""
-    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     usual, writer._results_queue = writer._results_queue, queue.Queue()
     try:
         yield

@@ -142,9 +142,7 @@ def _chunk(
     state = importlib.import_module("megatron.core.parallel_state")
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     ends = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
-    spec = specs.get_gpt_decoder_block_spec(
-        made, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
-    )
+    spec = specs.get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     model = importlib.import_module("megatron.core.models.gpt").GPTModel(
         made,
         spec,
@@ -169,9 +167,7 @@ def _chunk(
     return model.to(device)
 
 
-def transformer_options(
-    config: Config, parallel: Parallel, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
+def transformer_options(config: Config, parallel: Parallel, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Megatron's TransformerConfig, as keyword arguments."""
     kind = config["model_type"]
     family = FAMILIES[kind]
@@ -273,5 +269,7 @@ def _rope(config: Config) -> dict[str, Any]:
         return options
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(float(rope.get(key, value)) != value for key, value in fixed.items()):
-        raise MismatchError(f"strategy megatron cannot compute the rotary embeddings of rope_type={kind} in config.json")
+        raise MismatchError(
+            f"strategy megatron cannot compute the rotary embeddings of rope_type={kind} in config.json"
+        )
     return options | {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}

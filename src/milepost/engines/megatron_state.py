@@ -1,7 +1,7 @@
 """What a rank of Megatron holds, as boxes of Hugging Face's tensors: views of its parameters, under canonical names.
 
-The same rules that read Megatron's files (`milepost.mapping.megatron`) are applied to memory. Each parameter is drawn as
-an entry of an index: its tensor of the whole model, with one chunk for what this rank holds, whose source is the
+The same rules that read Megatron's files (`milepost.mapping.megatron`) are applied to memory. Each parameter is drawn
+as an entry of an index: its tensor of the whole model, with one chunk for what this rank holds, whose source is the
 parameter itself. Taking such an entry apart gives the boxes of q_proj, k_proj and v_proj that lie in a `linear_qkv`,
 with offset and strides of each; so a box is a view, and what is written into it is in the parameter.
 """
@@ -61,7 +61,7 @@ def live_tensors(chunks: Sequence[Any], config: Config) -> dict[str, LiveTensor]
     """The weights of this rank's model chunks under Hugging Face's names, each box a writable view of a parameter.
 
     Every name of the model is there, also those of other pipeline stages, with no boxes. Rows that pad the vocabulary
-    are in no box. A tied output layer of its own stage is another copy of the embedding, so it has the embedding's name.
+    are in no box. A tied output layer on a stage of its own is another copy of the embedding, under the same name.
 
     chunks:  GPTModel, one for each virtual stage; wrappers are looked through
     config:  the parsed config.json, true to the head that the model has
@@ -133,7 +133,7 @@ def _counted(model: Model) -> Any:
 
 
 def held_tensors(tensors: Mapping[str, torch.Tensor], config: Config) -> dict[str, Held]:
-    """Every tensor of the model in Hugging Face's files, and what this rank's parameters (`named_tensors`) hold of it."""
+    """Every tensor of the model in Hugging Face's files, and what this rank's `named_tensors` hold of it."""
     model = model_of(config)
     architecture = expected(config)
     if architecture is None:

@@ -159,7 +159,7 @@ class DistObjects(Mapping[str, Any]):
         return None if groups is None else _groups(groups)
 
     def _common(self) -> Mapping[str, Any]:
-        found = self._objects["common"] if "common" in self._objects else {}
+        found = self._objects.get("common")
         return found if isinstance(found, dict) else {}
 
     def steps(self, weights: Collection[str], common: Path) -> dict[str, TensorEntry]:

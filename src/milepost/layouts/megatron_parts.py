@@ -21,7 +21,7 @@ _PART = re.compile(r"(.+)@tp(\d+)", re.DOTALL)
 
 
 def part_name(name: str, tp: int) -> str:
-    """The entry that is the piece of tensor-parallel rank `tp`; of a moment the mark stands behind the weight's name."""
+    """The entry that is the piece of tensor-parallel rank `tp`. In a moment's name it stands behind the weight."""
     if name.startswith(OPTIMIZER_PREFIX):
         weight, _, moment = name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
         return moment_name(part_name(weight, tp), moment)

@@ -5,8 +5,8 @@ tokens of the mini-batch, on all processes and in all micro-batches, and only th
 
     (terms.loss * data_size / N).backward()
 
-for each micro-batch; engines average gradients over the `data_size` data-parallel processes, which the factor undoes. So a short
-response on one process weighs neither more nor less than a long one on another.
+for each micro-batch; engines average gradients over the `data_size` data-parallel processes, which the factor undoes.
+So a short response on one process weighs neither more nor less than a long one on another.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Generation by a model that lies on several ranks: token by token, each a forward of the whole sequences.
 
-Nothing of a forward is kept for the next one (there is no KV cache), so the cost of T tokens grows with T squared: right
-for short responses and small models, and the same numbers as in training. Tokens are drawn where the logits are, on
-one rank; all others get them. The draws are transformers' own: the same logits and the same random state give the same
-tokens as `generate`.
+Nothing of a forward is kept for the next one (there is no KV cache), so the cost of T tokens grows with T squared:
+right for short responses and small models, and the same numbers as in training. Tokens are drawn where the logits are,
+on one rank; all others get them. The draws are transformers' own: the same logits and the same random state give the
+same tokens as `generate`.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from milepost.engines.base import Inputs, Outputs, PipelinedModel
@@ -37,7 +39,7 @@ def decode(
         ended |= True
 
     def draw(number: int, outputs: Outputs) -> Tensor:
-        scores = warpers(ids, outputs.logits[:, -1].float())
+        scores: Tensor = warpers(cast(LongTensor, ids), outputs.logits[:, -1].float())
         if sampling.do_sample:
             drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:

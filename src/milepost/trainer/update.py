@@ -146,7 +146,8 @@ def _update(
     """Optimizer updates with the mean over the tokens that a mini-batch has on all ranks together.
 
     Each micro-batch's sums are divided by that global count; engines average gradients over the data-parallel ranks,
-    which the factor data_size undoes. So the gradient is that of the whole mini-batch on one rank, however its sequences are spread.
+    which the factor data_size undoes. So the gradient is that of the whole mini-batch on one rank, however its
+    sequences are spread.
 
     roles:  of the engine's parameter groups, in order: what metrics are named after
     """
