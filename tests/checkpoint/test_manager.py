@@ -117,7 +117,8 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
     run = Run(tmp_path, roles={"actor": Twice("actor")})
     run.manager.resume()
-    with pytest.raises(MilepostError, match=r"global_step_1/actor/model_world_size_1_rank_0\.pt: a file of that name is there already"):
+    said = r"global_step_1/actor/model_world_size_1_rank_0\.pt: a file of that name is there already"
+    with pytest.raises(MilepostError, match=said):
         run.manager.save(1)
     assert names(tmp_path) == set()
 

@@ -320,9 +320,12 @@ def test_a_critic_has_its_head_on_the_last_stage(told: list[dict[Any, Any]], lay
 
 
 def _small(models: Path) -> dict[Any, Any]:
-    """Views, padding, what the engine is, and what it refuses."""
+    """Norms of heads, views, padding, what the engine is, and what it refuses."""
+    ids, mask = made.sequences(12, 5)
+    wanted = made.train(made.make_fsdp(models / "qwen3"), 2, ids, mask)
     engine = made.make(models / "qwen3", TP2)
     told: dict[Any, Any] = {
+        "head norms": (wanted, made.train(engine, 2, ids, mask)),
         "protocols": (
             isinstance(engine, PipelineEngine),
             isinstance(engine, EagerEngine),
@@ -363,6 +366,12 @@ def _counts_differ(engine: Any) -> None:
 def test_a_rank_shows_what_it_is(told: list[dict[Any, Any]]) -> None:
     assert [rank["protocols"] for rank in told] == [(True, False, True)] * 4
     assert [rank["share"] for rank in told] == [(0, 0, 4, 2), (1, 0, 4, 2), (2, 1, 4, 2), (3, 1, 4, 2)]
+
+
+def test_the_norms_of_heads_get_the_gradients_of_all_heads(told: list[dict[Any, Any]]) -> None:
+    """Each tensor-parallel rank has other heads, and the norm of queries and keys is one for all."""
+    wanted, found = told[0]["head norms"]
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
 
 
 def test_boxes_are_views_of_megatrons_parameters(told: list[dict[Any, Any]]) -> None:

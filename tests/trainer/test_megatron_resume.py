@@ -4,7 +4,6 @@ or under another engine is the same but for rounding (cases C20, D29)."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -99,7 +98,9 @@ def test_going_on_is_bitwise_as_if_there_had_been_no_stop(runs: Path) -> None:
         assert set(rng) == {0, 1} and str(rng) == str(other)
 
 
-@pytest.mark.parametrize(("one", "other", "steps"), [("pp2", "fsdp", (3, 4)), ("fsdp-after-pp2", "tp2-after-fsdp", (5, 6))])
+@pytest.mark.parametrize(
+    ("one", "other", "steps"), [("pp2", "fsdp", (3, 4)), ("fsdp-after-pp2", "tp2-after-fsdp", (5, 6))]
+)
 def test_another_layout_and_another_engine_go_on_the_same(
     runs: Path, one: str, other: str, steps: tuple[int, int]
 ) -> None:

@@ -270,6 +270,9 @@ def quiet(device: torch.device) -> None:
     if device.type == "cpu":
         choose_cpu()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    # It tells of Apex and Transformer Engine, which are not used, and calls torch by names that torch will drop.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
