@@ -169,7 +169,7 @@ class TestWrongValues:
             ("critic.optim.betas=0.9", "list of number", "0.9"),
             ("critic.optim.betas=[0.9]", "2 elements", "1"),
             ("reward.reward_kwargs=3", "mapping", "3"),
-            ("actor_rollout_ref.actor.strategy=megatron", "fsdp2|deepspeed|fsdp", "'megatron'"),
+            ("actor_rollout_ref.actor.strategy=ddp", "fsdp2|deepspeed|megatron|fsdp", "'ddp'"),
             ("trainer.resume_mode=maybe", "auto|disable|resume_path", "'maybe'"),
             ("trainer.logger=[console,wandb]", "console|tensorboard", "'wandb'"),
             ("data.train_batch_size=0", "at least 1", "0"),
@@ -261,7 +261,7 @@ class TestDescribing:
         assert rows["trainer.critic_warmup"].origin == "default"
         assert rows["trainer.save_freq"].origin == "embedded"
         assert rows["trainer.default_local_dir"].value == "checkpoints/theirs/additions"
-        assert rows["critic.strategy"].type == "fsdp2|deepspeed|fsdp"
+        assert rows["critic.strategy"].type == "fsdp2|deepspeed|megatron|fsdp"
         assert rows["trainer.total_training_steps"].type == "integer or null"
         assert all(row.meaning for row in rows.values())
 
@@ -298,7 +298,7 @@ class TestDescribing:
         critic = schema["properties"]["critic"]
         assert critic["additionalProperties"] is False
         assert critic["properties"]["optim"]["properties"]["lr"]["anyOf"][0] == {"type": "number", "minimum": 0}
-        assert critic["properties"]["strategy"]["anyOf"][0]["enum"] == ["fsdp2", "deepspeed", "fsdp"]
+        assert critic["properties"]["strategy"]["anyOf"][0]["enum"] == ["fsdp2", "deepspeed", "megatron", "fsdp"]
 
     def test_json_schema_accepts_the_yaml_and_refuses_a_typing_error(self) -> None:
         jsonschema = pytest.importorskip("jsonschema")
