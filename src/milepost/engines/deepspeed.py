@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import rng
-from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, LiveTensor, RoleFiles
+from milepost.engines.base import RNG, LiveTensor, RoleFiles
 from milepost.engines.companions import save_companions
-from milepost.engines.optim import hyperparameters, load_hyperparameters, load_schedule
+from milepost.engines.optim import load_schedule_objects, schedule_objects
 from milepost.engines.zero_state import gaps, live_run, live_whole, zero_state
 from milepost.errors import MismatchError
 from milepost.index import Box, moment_name
@@ -102,16 +102,13 @@ class DeepSpeedEngine:
     def objects(self) -> Mapping[str, Any]:
         """Schedule, optimizer hyperparameters, and this rank's generators."""
         return {
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "param_groups": hyperparameters(self.optimizer),
+            **schedule_objects(self.optimizer, self.scheduler),
             "rng": {self.rank: rng.capture()},
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
         """Take over schedule, hyperparameters and generators, and say what had to be made fresh."""
-        remarks = {OPTIMIZER: load_hyperparameters(self.optimizer, objects.get("param_groups"))}
-        if self.scheduler is not None:
-            remarks[SCHEDULE] = load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
+        remarks = load_schedule_objects(self.optimizer, self.scheduler, objects)
         step = 0 if self.scheduler is None else self.scheduler.last_epoch
         saved = objects.get("rng") or {}
         remarks[RNG] = rng.take_over(saved, self.rank, self.world_size, seed=self._seed, step=step)

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import rng
-from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, LiveTensor, RoleFiles
+from milepost.engines.base import RNG, LiveTensor, RoleFiles
 from milepost.engines.companions import save_companions
-from milepost.engines.optim import OptimizerSettings, hyperparameters, load_hyperparameters, load_schedule
+from milepost.engines.optim import OptimizerSettings, load_schedule_objects, schedule_objects
 from milepost.index import Box, Shape, moment_name
 from milepost.layouts.fsdp import CONFIG_FILE, config_text, rank_file
 
@@ -130,17 +130,13 @@ class FsdpEngine:
     def objects(self) -> Mapping[str, Any]:
         """Schedule, optimizer hyperparameters, and this rank's generators."""
         return {
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "param_groups": None if self.optimizer is None else hyperparameters(self.optimizer),
+            **schedule_objects(self.optimizer, self.scheduler),
             "rng": {self.rank: rng.capture()},
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
         """Take over schedule, hyperparameters and generators, and say what had to be made fresh."""
-        remarks: dict[str, str] = {}
-        if self.optimizer is not None and self.scheduler is not None:
-            remarks[OPTIMIZER] = load_hyperparameters(self.optimizer, objects.get("param_groups"))
-            remarks[SCHEDULE] = load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
+        remarks = load_schedule_objects(self.optimizer, self.scheduler, objects)
         step = 0 if self.scheduler is None else self.scheduler.last_epoch
         saved = objects.get("rng") or {}
         remarks[RNG] = rng.take_over(saved, self.rank, self.world_size, seed=self._seed, step=step)

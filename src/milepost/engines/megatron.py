@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import megatron_save, rng
-from milepost.engines.base import OPTIMIZER, RNG, SCHEDULE, Inputs, LiveTensor, Outputs, RoleFiles
+from milepost.engines.base import RNG, Inputs, LiveTensor, Outputs, RoleFiles
 from milepost.engines.megatron_gradients import Gradients
 from milepost.engines.megatron_model import on_device
 from milepost.engines.megatron_pipeline import PipelineModel, Results
 from milepost.engines.megatron_state import cut_parameters, held_tensors, named_tensors, padding, show
-from milepost.engines.optim import OptimizerSettings, hyperparameters, load_hyperparameters, load_schedule
+from milepost.engines.optim import OptimizerSettings, load_schedule_objects, schedule_objects
 from milepost.errors import CallError, MismatchError
 from milepost.index import Box, moment_name
 from milepost.mapping import Config
@@ -126,17 +126,13 @@ class MegatronEngine:
     def objects(self) -> Mapping[str, Any]:
         """Schedule, optimizer hyperparameters, and this rank's generators."""
         return {
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "param_groups": None if self.optimizer is None else hyperparameters(self.optimizer),
+            **schedule_objects(self.optimizer, self.scheduler),
             "rng": {self.rank: self.generators()},
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> Mapping[str, str]:
         """Take over schedule, hyperparameters and generators, and say what had to be made fresh."""
-        remarks: dict[str, str] = {}
-        if self.optimizer is not None and self.scheduler is not None:
-            remarks[OPTIMIZER] = load_hyperparameters(self.optimizer, objects.get("param_groups"))
-            remarks[SCHEDULE] = load_schedule(self.optimizer, self.scheduler, objects.get("scheduler"))
+        remarks = load_schedule_objects(self.optimizer, self.scheduler, objects)
         step = 0 if self.scheduler is None else self.scheduler.last_epoch
         saved = objects.get("rng") or {}
         tracker = saved.get(self.rank, {}).get(TRACKER) if len(saved) == self.world_size else None

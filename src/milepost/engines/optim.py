@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from milepost.engines.base import OPTIMIZER, SCHEDULE
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -24,6 +26,26 @@ class OptimizerSettings:
     weight_decay: float
     lr_factor: Callable[[int], float]
     grad_clip: float
+
+
+def schedule_objects(optimizer: torch.optim.Optimizer | None, scheduler: LambdaLR | None) -> dict[str, Any]:
+    """What `Engine.objects` tells of both."""
+    return {
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "param_groups": None if optimizer is None else hyperparameters(optimizer),
+    }
+
+
+def load_schedule_objects(
+    optimizer: torch.optim.Optimizer | None, scheduler: LambdaLR | None, objects: Mapping[str, Any]
+) -> dict[str, str]:
+    """Take both over from a checkpoint's objects, as far as this engine has them; part -> why it is fresh, or ""."""
+    remarks: dict[str, str] = {}
+    if optimizer is not None:
+        remarks[OPTIMIZER] = load_hyperparameters(optimizer, objects.get("param_groups"))
+        if scheduler is not None:
+            remarks[SCHEDULE] = load_schedule(optimizer, scheduler, objects.get("scheduler"))
+    return remarks
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
