@@ -9,6 +9,7 @@ import pytest
 from ranks import run_ranks
 
 pytest.importorskip("megatron.core")
+pytest.importorskip("deepspeed")
 
 import milepost
 from milepost.checkpoint.events import EVENTS, read_events
@@ -22,6 +23,7 @@ CUT = "actor_rollout_ref.actor.megatron"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 TP2, PP2 = [MEGATRON, f"{CUT}.tensor_model_parallel_size=2"], [MEGATRON, f"{CUT}.pipeline_model_parallel_size=2"]
 DIST = "actor_rollout_ref.actor.checkpoint.megatron_format=dist"
+ZERO = "actor_rollout_ref.actor.strategy=deepspeed"
 GREEDY = "actor_rollout_ref.rollout.do_sample=false"
 """What is drawn depends on which process draws; the likeliest tokens do not."""
 
@@ -46,7 +48,7 @@ def measured(root: Path) -> dict[int, dict[str, float]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps at one go under TP2; the last two again from the saved second one: under TP2, and, where nothing is
-    drawn, under PP2 in dist form, under FSDP2, and under FSDP2 from what PP2 saved."""
+    drawn, under PP2 in dist form, under FSDP2, and on from there under FSDP2, ZeRO-3 and TP2."""
     root = tmp_path_factory.mktemp("runs")
     size = WarmStartConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, steps=0)
     build_base_model(root / "model", TaskConfig(), size)
@@ -65,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
         "critic.fsdp_config.dtype=fp32",
+        "actor_rollout_ref.actor.deepspeed_config.dtype=fp32",
         *(f"{role}.optim.lr=1e-3" for role in ("actor_rollout_ref.actor", "critic")),
         *(f"{role}.optim.lr_scheduler_type=cosine" for role in ("actor_rollout_ref.actor", "critic")),
         *(f"{role}.optim.total_training_steps=8" for role in ("actor_rollout_ref.actor", "critic")),
@@ -83,6 +86,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("fsdp", 1, [GREEDY], "whole")
     run("fsdp-after-pp2", 1, [GREEDY], "pp2", 4)
     run("tp2-after-fsdp", 2, [*TP2, GREEDY], "fsdp", 4)
+    run("zero-after-pp2", 2, [ZERO, GREEDY], "pp2", 4)
+    run("tp2-after-zero", 2, [*TP2, GREEDY], "zero-after-pp2", 6)
+    run("fsdp-after-zero", 1, [GREEDY], "zero-after-pp2", 6)
     return root
 
 
@@ -99,7 +105,13 @@ def test_going_on_is_bitwise_as_if_there_had_been_no_stop(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "steps"), [("pp2", "fsdp", (3, 4)), ("fsdp-after-pp2", "tp2-after-fsdp", (5, 6))]
+    ("one", "other", "steps"),
+    [
+        ("pp2", "fsdp", (3, 4)),
+        ("fsdp-after-pp2", "tp2-after-fsdp", (5, 6)),
+        ("zero-after-pp2", "fsdp-after-pp2", (5, 6)),
+        ("tp2-after-zero", "fsdp-after-zero", (7, 8)),
+    ],
 )
 def test_another_layout_and_another_engine_go_on_the_same(
     runs: Path, one: str, other: str, steps: tuple[int, int]
@@ -110,6 +122,14 @@ def test_another_layout_and_another_engine_go_on_the_same(
         assert set(ours[step]) == set(theirs[step])
         for name, value in theirs[step].items():
             assert ours[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, name)
+
+
+@pytest.mark.parametrize("name", ["zero-after-pp2", "tp2-after-zero"])
+def test_nothing_but_random_states_is_fresh_between_zero_and_megatron(runs: Path, name: str) -> None:
+    (resume,) = [e for e in read_events(runs / name / EVENTS) if e["event"] == "resume"]
+    states = {part["name"]: part["state"] for part in resume["parts"]}
+    assert len(states) == 10
+    assert {part for part, state in states.items() if state != "restored"} <= {"actor/RNG", "critic/RNG"}
 
 
 def test_everything_is_restored_but_random_states_of_another_number_of_ranks(runs: Path) -> None:
