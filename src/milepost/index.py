@@ -165,10 +165,14 @@ class Chunk:
 
     def narrow(self, box: Box, dtype: str) -> Chunk:
         """The part of this chunk that is `box`, which lies inside it."""
+        return self.part(box, itemsize(dtype))
+
+    def part(self, box: Box, itemsize: int) -> Chunk:
+        """The same, of elements of so many bytes."""
         if box == self.box:
             return self
         skip = sum((a - b) * s for a, b, s in zip(box.offsets, self.box.offsets, self.source.strides, strict=True))
-        return Chunk(box, replace(self.source, offset=shifted(self.source, skip * itemsize(dtype))))
+        return Chunk(box, replace(self.source, offset=shifted(self.source, skip * itemsize)))
 
     @property
     def contiguous(self) -> bool:

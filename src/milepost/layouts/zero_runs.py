@@ -65,11 +65,7 @@ class Runs(CompactChunks):
             for chunk in self._chunks(run):
                 shared = chunk.box.intersect(box)
                 if shared is not None:
-                    source = chunk.source
-                    skip = sum(
-                        (a - b) * s for a, b, s in zip(shared.offsets, chunk.box.offsets, source.strides, strict=True)
-                    )
-                    yield Chunk(shared, ByteSource(source.file, source.start() + skip * itemsize, source.strides))
+                    yield chunk.part(shared, itemsize)
 
     def tiles(self, shape: Shape) -> bool:
         """Runs that begin with the tensor and rise leave no gap."""
