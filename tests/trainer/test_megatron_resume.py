@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from whole_runs import measured, train
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
@@ -16,7 +17,6 @@ from milepost.checkpoint.events import EVENTS, read_events
 from milepost.checkpoint.verify import verify
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
-from milepost.trainer.config import load_config
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 
 CUT = "actor_rollout_ref.actor.megatron"
@@ -28,21 +28,8 @@ GREEDY = "actor_rollout_ref.rollout.do_sample=false"
 """What is drawn depends on which process draws; the likeliest tokens do not."""
 
 
-def _train(overrides: list[str]) -> None:
-    from milepost.trainer.worker import choose_device, train
-
-    config = load_config(None, overrides)
-    train(config, choose_device(config))
-
-
-def measured(root: Path) -> dict[int, dict[str, float]]:
-    """The metrics of each step, but for the clock's."""
-    clock = ("timing_s/", "perf/time", "perf/th")
-    return {
-        event["step"]: {name: value for name, value in event["metrics"].items() if not name.startswith(clock)}
-        for event in read_events(root / EVENTS)
-        if event["event"] == "step"
-    }
+def _measured(root: Path) -> dict[int, dict[str, float]]:
+    return measured(read_events(root / EVENTS))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if came_from is not None:
             folder = root / came_from / f"global_step_{step}"
             mine += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
-        run_ranks(_train, ranks, [*settings, *mine])
+        run_ranks(train, ranks, [*settings, *mine])
 
     run("whole", 2, TP2)
     run("tp2", 2, TP2, "whole")
@@ -93,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_going_on_is_bitwise_as_if_there_had_been_no_stop(runs: Path) -> None:
-    whole, again = measured(runs / "whole"), measured(runs / "tp2")
+    whole, again = _measured(runs / "whole"), _measured(runs / "tp2")
     assert list(whole) == [1, 2, 3, 4] and list(again) == [3, 4]
     assert again == {step: whole[step] for step in (3, 4)}
     for role in ("actor", "critic"):
@@ -116,7 +103,7 @@ def test_going_on_is_bitwise_as_if_there_had_been_no_stop(runs: Path) -> None:
 def test_another_layout_and_another_engine_go_on_the_same(
     runs: Path, one: str, other: str, steps: tuple[int, int]
 ) -> None:
-    ours, theirs = measured(runs / one), measured(runs / other)
+    ours, theirs = _measured(runs / one), _measured(runs / other)
     assert tuple(ours) == tuple(theirs) == steps
     for step in steps:
         assert set(ours[step]) == set(theirs[step])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from whole_runs import measured, train
 
 from milepost.checkpoint.events import EVENTS, read_events
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
-from milepost.trainer.config import load_config
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 
 QUICK = [
@@ -27,18 +27,11 @@ QUICK = [
 ]
 
 
-def _train(overrides: list[str]) -> None:
-    from milepost.trainer.worker import choose_device, train
-
-    config = load_config(None, overrides)
-    train(config, choose_device(config))
-
-
 def run(directory: Path, ranks: int, steps: int, *overrides: str) -> list[dict[str, Any]]:
     """Train to `steps` in fresh processes; the events of this session."""
     before = len(read_events(directory / EVENTS))
     mine = [f"trainer.default_local_dir={directory}", f"trainer.total_training_steps={steps}"]
-    run_ranks(_train, ranks, [*QUICK, *overrides, *mine])
+    run_ranks(train, ranks, [*QUICK, *overrides, *mine])
     return read_events(directory / EVENTS)[before:]
 
 
@@ -58,17 +51,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
     return directory
-
-
-def measured(events: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """The metrics of each step, but for the clock's."""
-    return {
-        event["step"]: {
-            n: v for n, v in event["metrics"].items() if not n.startswith(("timing_s/", "perf/time", "perf/th"))
-        }
-        for event in events
-        if event["event"] == "step"
-    }
 
 
 # Case D29

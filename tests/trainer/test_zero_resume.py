@@ -9,34 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
+from whole_runs import measured, train
 
 pytest.importorskip("deepspeed")
 
 from milepost.checkpoint.events import EVENTS, read_events
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
-from milepost.trainer.config import load_config
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 
 ZERO, FSDP = "actor_rollout_ref.actor.strategy=deepspeed", "actor_rollout_ref.actor.strategy=fsdp2"
-
-
-def _train(overrides: list[str]) -> None:
-    from milepost.trainer.worker import choose_device, train
-
-    config = load_config(None, overrides)
-    train(config, choose_device(config))
-
-
-def measured(events: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """The metrics of each step, but for the clock's."""
-    return {
-        event["step"]: {
-            n: v for n, v in event["metrics"].items() if not n.startswith(("timing_s/", "perf/time", "perf/th"))
-        }
-        for event in events
-        if event["event"] == "step"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if came_from is not None:
             step = root / came_from / "global_step_2"
             mine += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"]
-        run_ranks(_train, 2, [*settings, *mine])
+        run_ranks(train, 2, [*settings, *mine])
         return read_events(root / name / EVENTS)
 
     return {
