@@ -23,7 +23,6 @@ from milepost.errors import DamagedError, IncompleteError, MismatchError, NotFou
 from milepost.index import TensorEntry, TensorIndex
 from milepost.layouts.cache import IndexCache
 from milepost.layouts.join import RankFiles, join_ranks, state_dict
-from milepost.layouts.moments import param_groups, read_moments
 from milepost.layouts.torchfile import TorchFile
 from milepost.wording import ranges
 
@@ -74,6 +73,8 @@ def _read(models: list[Path], optimizer: list[Path]) -> tuple[dict[str, TensorEn
     entries = join_ranks(files, lambda file: state_dict(file).items())
     if not optimizer:
         return entries, {"groups": False, "unread": []}
+    from milepost.layouts.moments import read_moments  # noqa: PLC0415  an export has none, and starts quicker without
+
     try:
         moments, groups = read_moments(RankFiles(optimizer), files, entries)
     except MismatchError as error:
@@ -156,6 +157,8 @@ class _Objects(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key == "param_groups":
+            from milepost.layouts.moments import param_groups  # noqa: PLC0415
+
             return None if self._optimizer is None else param_groups(TorchFile(self._optimizer))
         if key == "scheduler":
             return self._ranks()[0].get("lr_scheduler") if self._ranks() else None

@@ -21,7 +21,7 @@ CASTS: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float1
 KEPT_IN_FLOAT32: tuple[str, ...] = ("*e_score_correction_bias", "*expert_bias")
 """Tensors that architectures define in float32 whatever the model's dtype is: routing biases."""
 
-BLOCK = 1 << 17
+BLOCK = 1 << 18
 """Elements that are cast at a time: with what a cast needs beside them they stay in a core's cache."""
 
 

@@ -22,6 +22,9 @@ from milepost.transfer.plan import Window
 Progress = Callable[[int], None]
 """Called with the number of source bytes just moved."""
 
+FLUSH_BYTES = 8 << 20
+"""How much a thread writes before it asks for write-back."""
+
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
@@ -131,6 +134,7 @@ class _Mover:
         self._files = files
         self._updates = updates
         self._streams: dict[tuple[str, str], _CastStream] = {}
+        self._flush = _EarlyFlush()
 
     def move(self, window: Window) -> int:
         """Move a window; returns the number of source bytes."""
@@ -153,7 +157,7 @@ class _Mover:
             if stream is None:
                 stream = self._streams[key] = _CastStream(*key)
             stream.move(run, self._files, *place)
-        start_flush(*place, window.box.volume * itemsize(wanted))
+        self._flush.wrote(*place, window.box.volume * itemsize(wanted))
         return window.nbytes
 
 
@@ -161,6 +165,30 @@ def _run(window: Window) -> Chunk | None:
     """The one run of bytes of a file that a window is, if it is one."""
     piece = window.pieces[0] if len(window.pieces) == 1 else None
     return piece if piece is not None and piece.contiguous and piece.source.data is None else None
+
+
+class _EarlyFlush:
+    """Has the kernel begin to write back what one thread wrote, some megabytes at a time: a call costs much more than
+    a small window."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._start = self._end = self._waiting = 0
+
+    def wrote(self, fd: int, offset: int, count: int) -> None:
+        """The thread wrote this range of bytes."""
+        if fd != self._fd:
+            self._begin()
+            self._fd, self._start, self._end = fd, offset, offset
+        self._start, self._end = min(self._start, offset), max(self._end, offset + count)
+        self._waiting += count
+        if self._waiting >= FLUSH_BYTES:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._waiting:
+            start_flush(self._fd, self._start, self._end - self._start)
+        self._fd, self._waiting = -1, 0
 
 
 class _CastStream:
