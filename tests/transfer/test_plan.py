@@ -15,6 +15,7 @@ from pictures import Picture, boxes_in, pictures
 from milepost.errors import IncompleteError
 from milepost.index import Box, ByteSource, Chunk, TensorEntry, TensorIndex, contiguous_strides, itemsize
 from milepost.transfer import plan, windows
+from milepost.transfer.plan import MOST_PIECES
 
 
 def _counted(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
@@ -74,6 +75,16 @@ def test_windows_end_where_a_row_shard_ends_so_that_each_is_one_range_of_one_fil
     assert all(piece.contiguous for window in moved for piece in window.pieces)
 
 
+def test_small_row_shards_that_follow_one_another_share_a_window() -> None:
+    index = TensorIndex({"w": _rows((10, 4), [0, 3, 3, 8])}, "fsdp")
+    moved = list(plan(index, [("w", Box((1, 0), (9, 4)))], 8 * 8))
+    assert [(w.box.offsets[0], w.box.sizes[0]) for w in moved] == [(1, 7), (8, 2)]
+    assert [[p.source.file for p in w.pieces] for w in moved] == [["f0", "f2"], ["f3"]]
+    # A window of very many would be a list that grows with the number of ranks.
+    index = TensorIndex({"w": _rows((1000, 2), list(range(1000)))}, "fsdp")
+    assert max(len(w.pieces) for w in plan(index, [("w", Box.whole((1000, 2)))], 1 << 20)) == MOST_PIECES
+
+
 def test_a_row_longer_than_a_window_is_cut_within() -> None:
     index = TensorIndex({"w": _rows((2, 2, 5), [0, 1])}, "fsdp")
     moved = list(plan(index, [("w", Box.whole((2, 2, 5)))], 2 * 2))
@@ -103,5 +114,5 @@ def test_planning_takes_no_time_that_grows_with_the_square_of_the_shards() -> No
     # 4000 shards a window each; looking at every shard for every window would take 16 million steps, over 10 s.
     index = TensorIndex({"w": _rows((4000, 2), list(range(4000)))}, "fsdp")
     started = time.monotonic()
-    assert sum(1 for _ in plan(index, [("w", Box.whole((4000, 2)))], 1 << 20)) == 4000
+    assert sum(1 for _ in plan(index, [("w", Box.whole((4000, 2)))], 2 * 2)) == 4000
     assert time.monotonic() - started < 3

@@ -144,27 +144,40 @@ class _Mover:
         if place is None:
             self._sink.write(window.name, window.box, read_as(window, wanted, update, self._files))
             return window.nbytes
-        run = _run(window) if update is None else None
-        if run is None:
+        runs = _runs(window) if update is None else None
+        if runs is None:
             data = np.ascontiguousarray(read_as(window, wanted, update, self._files)).data.cast("B")
             write_exactly(place[0], data, place[1])
         elif wanted == window.dtype:
-            file = run.source.file
-            copy_range(self._files.fd(file), run.source.start(), *place, window.nbytes, file)
+            self._copy(runs, *place, itemsize(wanted))
         else:
             key = window.dtype, wanted
             stream = self._streams.get(key)
             if stream is None:
                 stream = self._streams[key] = _CastStream(*key)
-            stream.move(run, self._files, *place)
+            stream.move(runs, self._files, *place)
         self._flush.wrote(*place, window.box.volume * itemsize(wanted))
         return window.nbytes
 
+    def _copy(self, runs: tuple[Chunk, ...], fd: int, offset: int, size: int) -> None:
+        """Elements of `size` bytes, unchanged, to byte `offset` of a file."""
+        for run in runs:
+            file, count = run.source.file, run.box.volume * size
+            copy_range(self._files.fd(file), run.source.start(), fd, offset, count, file)
+            offset += count
 
-def _run(window: Window) -> Chunk | None:
-    """The one run of bytes of a file that a window is, if it is one."""
-    piece = window.pieces[0] if len(window.pieces) == 1 else None
-    return piece if piece is not None and piece.contiguous and piece.source.data is None else None
+
+def _runs(window: Window) -> tuple[Chunk, ...] | None:
+    """The runs of bytes of files that, one after the other, are a window; None where it is none such."""
+    if not all(piece.contiguous and piece.source.data is None for piece in window.pieces):
+        return None
+    if len(window.pieces) > 1:
+        row = window.box.offsets[0]
+        for piece in window.pieces:
+            if piece.box.offsets[0] != row or piece.box.sizes[1:] != window.box.sizes[1:]:
+                return None
+            row += piece.box.sizes[0]
+    return window.pieces
 
 
 class _EarlyFlush:
@@ -199,17 +212,31 @@ class _CastStream:
         self._source = np.empty(BLOCK, bits_dtype(source))
         self._target = np.empty(BLOCK, bits_dtype(target))
 
-    def move(self, run: Chunk, files: OpenFiles, fd: int, offset: int) -> None:
-        """From its file to byte `offset` of another one."""
-        file = run.source.file
-        source_fd, start = files.fd(file), run.source.start()
-        volume = run.box.volume
+    def move(self, runs: Iterable[Chunk], files: OpenFiles, fd: int, offset: int) -> None:
+        """One run after the other, from its file to byte `offset` of another one."""
+        filled = 0
         with no_warnings():
-            for first in range(0, volume, BLOCK):
-                source, target = self._source[: volume - first], self._target[: volume - first]
-                read_exactly(source_fd, source.data.cast("B"), start + first * source.itemsize, file)
-                self._cast(source, target)
-                write_exactly(fd, target.data.cast("B"), offset + first * target.itemsize)
+            for run in runs:
+                source_fd, file = files.fd(run.source.file), run.source.file
+                start, left = run.source.start(), run.box.volume
+                while left:
+                    block = self._source[filled : filled + left]
+                    read_exactly(source_fd, block.data.cast("B"), start, file)
+                    start += block.nbytes
+                    left -= block.size
+                    filled += block.size
+                    if filled == self._source.size:
+                        offset += self._write(filled, fd, offset)
+                        filled = 0
+            if filled:
+                self._write(filled, fd, offset)
+
+    def _write(self, count: int, fd: int, offset: int) -> int:
+        """The first `count` elements that were read; returns the bytes written."""
+        target = self._target[:count]
+        self._cast(self._source[:count], target)
+        write_exactly(fd, target.data.cast("B"), offset)
+        return target.nbytes
 
 
 def read_window(window: Window, files: OpenFiles) -> Bits:

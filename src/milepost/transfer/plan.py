@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from milepost.errors import IncompleteError
 from milepost.index import Box, Chunk, TensorEntry, TensorIndex, itemsize
 
+GATHERED = 1 << 20
+"""Bytes of a window that is gathered from pieces beside each other: it goes through memory, and what is used again
+while it is still in a core's cache is moved in half the time."""
+
+MOST_PIECES = 64
+"""Pieces of a window whose pieces are runs of whole rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -53,12 +60,10 @@ def _plan_box(name: str, entry: TensorEntry, box: Box, window_bytes: int) -> Ite
         raise IncompleteError(f"{name}: {covered} of the {box.volume} elements of box {box} are in the checkpoint")
     pieces.sort(key=lambda piece: piece.box.offsets)
     limit = max(1, window_bytes // itemsize(entry.dtype))
-    if all(piece.box.sizes[1:] == box.sizes[1:] for piece in pieces):
-        # Each piece is a run of whole rows, as FSDP cuts: windows are runs of rows of one piece.
-        for piece in pieces:
-            for part in (piece.box,) if piece.box.volume <= limit else _cut(piece.box, (), limit):
-                yield Window(name, entry.dtype, part, (piece.narrow(part, entry.dtype),))
+    if all(piece.box.sizes[1:] == box.sizes[1:] for piece in pieces):  # runs of whole rows, as FSDP cuts
+        yield from _rows_together(name, entry.dtype, pieces, limit)
         return
+    limit = max(1, min(window_bytes, GATHERED) // itemsize(entry.dtype))
     # Rows at which a chunk begins: cutting there lets most windows be one contiguous range of one file.
     edges = tuple(sorted({piece.box.offsets[0] for piece in pieces})) if box.sizes else ()
     waiting = deque(pieces)
@@ -73,6 +78,36 @@ def _plan_box(name: str, entry: TensorEntry, box: Box, window_bytes: int) -> Ite
             piece.narrow(shared, entry.dtype) for piece in near if (shared := piece.box.intersect(part)) is not None
         )
         yield Window(name, entry.dtype, part, inside)
+
+
+def _rows_together(name: str, dtype: str, pieces: list[Chunk], limit: int) -> Iterator[Window]:
+    """Windows of pieces that are runs of whole rows, in their order: large ones cut, small neighbours together, since
+    each window costs as much as the move of some hundred kilobytes."""
+    together: list[Chunk] = []
+    volume = 0
+    for piece in pieces:
+        size = piece.box.volume
+        if together and (
+            volume + size > limit or len(together) == MOST_PIECES or _rows(together[-1].box)[1] != _rows(piece.box)[0]
+        ):
+            yield _joined(name, dtype, together)
+            together, volume = [], 0
+        if size > limit:
+            for part in _cut(piece.box, (), limit):
+                yield Window(name, dtype, part, (piece.narrow(part, dtype),))
+        else:
+            together.append(piece)
+            volume += size
+    if together:
+        yield _joined(name, dtype, together)
+
+
+def _joined(name: str, dtype: str, pieces: list[Chunk]) -> Window:
+    first = pieces[0].box
+    if len(pieces) == 1:
+        return Window(name, dtype, first, (pieces[0],))
+    rows = _rows(pieces[-1].box)[1] - first.offsets[0]
+    return Window(name, dtype, Box(first.offsets, (rows, *first.sizes[1:])), tuple(pieces))
 
 
 def _rows(box: Box) -> tuple[int, int]:
