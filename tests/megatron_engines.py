@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -45,12 +46,12 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def save_model(directory: Path, kind: str) -> Path:
+def save_model(directory: Path, kind: str, **others: Any) -> Path:
     """A random model of 4 layers and 33 words, which no size of tensor parallelism divides, in transformers' form."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(kind))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **KINDS[kind]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **KINDS[kind], **others}))
     with torch.no_grad():  # biases and norms of a new model are all 0 and 1
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -63,16 +64,22 @@ def settings(grad_clip: float = 1.0) -> OptimizerSettings:
     return OptimizerSettings(LR, (0.9, 0.95), 0.01, lambda step: 1 / (1 + step), grad_clip)
 
 
-def make(
-    directory: Path, parallel: Any, *, critic: bool = False, trained: bool = True, form: str = "classic", **clip: float
-) -> Any:
+def make(directory: Path, parallel: Any, **options: Any) -> Any:
     """A Megatron engine over all ranks, cut anew: what was cut before in another way is of no use any more."""
     _cut_as(parallel)
-    return remake(directory, parallel, critic=critic, trained=trained, form=form, **clip)
+    return remake(directory, parallel, **options)
 
 
 def remake(
-    directory: Path, parallel: Any, *, critic: bool = False, trained: bool = True, form: str = "classic", **clip: float
+    directory: Path,
+    parallel: Any,
+    *,
+    critic: bool = False,
+    trained: bool = True,
+    form: str = "classic",
+    distributed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **clip: float,
 ) -> Any:
     """Another engine, cut as the last one."""
     from milepost.trainer.megatron_models import MegatronSettings, load_critic, load_policy
@@ -80,7 +87,8 @@ def remake(
 
     load = load_critic if critic else load_policy
     optimizer = settings(**clip) if trained else None
-    return load(ModelSource(directory), CPU, MegatronSettings(parallel, form=form), optimizer, seed=1)
+    how = MegatronSettings(parallel, dtype, distributed, form)
+    return load(ModelSource(directory), CPU, how, optimizer, seed=1)
 
 
 def _cut_as(parallel: Any) -> None:
@@ -88,7 +96,7 @@ def _cut_as(parallel: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from milepost.engines.megatron_model import start
+    from milepost.engines.megatron_parallel import start
 
     if parallel not in _GROUPS:
         parallel_state.destroy_model_parallel()
@@ -220,6 +228,54 @@ def load(engine: Engine, directory: Path) -> Mapping[str, str]:
     return remarks
 
 
+def save_as_megatron(engine: Any, folder: Path) -> None:
+    """What Megatron-LM writes in classic form: of a distributed optimizer, on the first data-parallel rank the state of
+    all of them, gathered by Megatron itself; of another one its own `state_dict`."""
+    from megatron.core import parallel_state
+
+    from milepost.engines.megatron_model import on_device
+    from milepost.engines.megatron_save import Place
+
+    with on_device(CPU):
+        if engine.updates.sharded:
+            optimizer = engine.updates.megatron
+            states = [inner.get_parameter_state_dp_zero(use_gloo_comm=False) for inner in optimizer.chained_optimizers]
+            writes = any(state is not None for state in states)
+        else:
+            optimizer, states = _as_megatrons(engine), []
+            writes = parallel_state.get_expert_data_parallel_rank() == 0
+        directory = folder / Place.here().folder
+        if writes:
+            directory.mkdir(parents=True)
+            chunks = engine.model.chunks
+            names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+            models = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, chunks, strict=True)}
+            arguments = argparse.Namespace(data_parallel_size=engine.data_size)
+            whole = {"args": arguments, "iteration": 2, "optimizer": optimizer.state_dict(), **models}
+            torch.save(whole, directory / "model_optim_rng.pt")
+        if writes and states:
+            torch.save(states[0] if len(states) == 1 else states, directory / "distrib_optim.pt")
+    dist.barrier()
+
+
+def _as_megatrons(engine: Any) -> Any:
+    """Megatron's optimizer for a model in bfloat16, with the masters and moments of an engine's AdamW, in two groups of
+    which one does not decay."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=LR, bf16=True, params_dtype=torch.bfloat16, weight_decay=0.01)
+    optimizer = get_megatron_optimizer(config, engine._gradients.wrapped, use_gloo_process_groups=False)
+    updates = engine.updates
+    names = {parameter: name for name, parameter in updates.parameters.items()}
+    for inner in optimizer.chained_optimizers:
+        for parameters, masters in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
+                name = names[parameter]
+                master.data.copy_(updates.masters[name].detach())
+                inner.optimizer.state[master] = {"step": torch.tensor(updates.count(name)), **updates.state(name)}
+    return optimizer
+
+
 class Folder:
     """The plainest RoleFiles."""
 
@@ -231,6 +287,10 @@ class Folder:
         (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
         with (self.directory / name).open("xb") as file:
             yield file
+
+    def save(self, name: str, state: Any) -> None:
+        with self.create(name) as file:
+            torch.save(state, file)
 
     def adopt(self, source: Path, name: str) -> None:
         (self.directory / name).parent.mkdir(parents=True, exist_ok=True)

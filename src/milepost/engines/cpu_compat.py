@@ -79,7 +79,7 @@ def _set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 class cuda_means_cpu(TorchFunctionMode):  # noqa: N801  used as a context
-    """Inside it, a call that names a CUDA device gets the CPU."""
+    """Inside it, a call that names a CUDA device gets the CPU, and tensors give themselves out for CUDA's."""
 
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -89,6 +89,9 @@ class cuda_means_cpu(TorchFunctionMode):  # noqa: N801  used as a context
             options["device"] = _CPU
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not options:
+            # Megatron's optimizers tell element types apart by these names, and know those of CUDA only.
+            return "torch.cuda." + function(*args).removeprefix("torch.")
         if function is torch.Tensor.to:
             args = [_CPU if _names_cuda(value) else value for value in args]
         return function(*args, **options)

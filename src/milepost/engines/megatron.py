@@ -1,4 +1,4 @@
-"""Megatron-Core as an engine: tensor, pipeline and expert parallelism, AdamW, a schedule.
+"""Megatron-Core as an engine: tensor, pipeline and expert parallelism, AdamW or its distributed form, a schedule.
 
 Megatron's models and schedules compute (`engines.megatron_model`, `engines.megatron_pipeline`); weights and moments are
 shown as boxes of Hugging Face's tensors (`engines.megatron_state`), so a resume from any layout fills them.
@@ -20,16 +20,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from milepost.engines import megatron_save, rng
 from milepost.engines.base import RNG, Inputs, LiveTensor, Outputs, RoleFiles
+from milepost.engines.megatron_adam import WholeParameters
+from milepost.engines.megatron_distributed import SharedParameters
 from milepost.engines.megatron_gradients import Gradients
 from milepost.engines.megatron_model import on_device
 from milepost.engines.megatron_pipeline import PipelineModel, Results
-from milepost.engines.megatron_state import cut_parameters, held_tensors, named_tensors, padding, show
+from milepost.engines.megatron_state import cut_parameters, held_tensors, named_tensors, padding, show, show_parts
+from milepost.engines.megatron_updates import MOMENTS, STEP, Part, Updates
 from milepost.engines.optim import OptimizerSettings, load_schedule_objects, schedule_objects
 from milepost.errors import CallError, MismatchError
 from milepost.index import Box, moment_name
 from milepost.mapping import Config
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 TRACKER = "rng_tracker_states"
 """Megatron's own random states (dropout inside of tensor-parallel regions), beside those of `engines.rng`."""
 
@@ -42,6 +44,7 @@ class MegatronEngine:
         model: chunks of `megatron_model.build_chunks`, whose values are still to be written.
         config: the parsed config.json that it was built for.
         optimizer: settings, or None for a model that is never updated.
+        distributed: whether data-parallel ranks share out masters and moments: Megatron's distributed optimizer.
         form: "classic" or "dist": in which of Megatron's forms a save is written.
         seed: what new random streams are derived from when a checkpoint has none for this rank.
         companions: Hugging Face model directory whose small files travel with each save, byte for byte; None: none.
@@ -58,6 +61,7 @@ class MegatronEngine:
         config: Config,
         *,
         optimizer: OptimizerSettings | None = None,
+        distributed: bool = False,
         form: str = megatron_save.CLASSIC,
         seed: int = 0,
         companions: Path | None = None,
@@ -78,24 +82,31 @@ class MegatronEngine:
         self._held = held_tensors(self._tensors, config)
         self._steps: dict[str, torch.Tensor] = {}
         self._grad_clip = math.inf
-        self.optimizer: torch.optim.AdamW | None = None
+        self.updates: Updates | None = None
         self.scheduler: LambdaLR | None = None
         self._gradients: Gradients | None = None
         if optimizer is not None:
-            if model.parallel.tensor > 1 and model.chunks[0].config.num_moe_experts:
+            made = model.chunks[0].config
+            if model.parallel.tensor > 1 and made.num_moe_experts and not made.sequence_parallel:
                 raise CallError(
-                    "Megatron trains experts under tensor parallelism with sequence parallelism only, which milepost "
-                    "has not: set tensor_model_parallel_size=1 and cut by expert_model_parallel_size and "
-                    "pipeline_model_parallel_size"
+                    "Megatron trains experts under tensor parallelism with sequence parallelism only: leave out "
+                    "sequence_parallel=false, or set tensor_model_parallel_size=1"
                 )
             trained = {name: t for name, t in self._tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
-            # Named parameters: the names in the file spare a reader guessing them from the model's order.
-            self.optimizer = torch.optim.AdamW(
-                list(trained.items()), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
-            )
-            self.scheduler = LambdaLR(self.optimizer, optimizer.lr_factor)
+            with on_device(model.device):
+                cut = cut_parameters(self._tensors, config)
+                self._gradients = Gradients(model.chunks, trained, cut, sharded=distributed)
+                if distributed:
+                    self.updates = SharedParameters(self._gradients.wrapped, trained, optimizer)
+                else:
+                    self.updates = WholeParameters(trained, optimizer)
+            self.scheduler = LambdaLR(self.updates.optimizer, optimizer.lr_factor)
             self._grad_clip = optimizer.grad_clip
-            self._gradients = Gradients(trained, cut_parameters(self._tensors, config))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer whose groups the schedule sets; None for a frozen model."""
+        return None if self.updates is None else self.updates.optimizer
 
     # What a save or a resume sees
 
@@ -103,22 +114,24 @@ class MegatronEngine:
         """Every weight, persistent buffer and moment of the model, with the boxes that this rank holds. What Megatron
         holds in one parameter (queries, keys and values) is three here; tied weights appear once."""
         live = show(self._held, self._tensors)
-        if self.optimizer is None:
+        if self.updates is None:
             return live
-        self._make_moments()
-        for moment in _MOMENTS:
-            moments = {name: self.optimizer.state[p][moment] for name, p in self._parameters().items()}
-            for name, tensor in show(self._trained_held(), moments).items():
+        held, parts = self._trained_held(), self.updates.parts()
+        live |= show_parts(held, parts)
+        states = {name: self.updates.state(name) for name in parts}
+        for moment in MOMENTS:
+            moments = {name: Part(part.start, states[name][moment]) for name, part in parts.items()}
+            for name, tensor in show_parts(held, moments).items():
                 key = moment_name(name, moment)
                 live[key] = LiveTensor(key, tensor.shape, tensor.dtype, tensor.boxes)
-        for name, held in self._trained_held().items():
+        for name, place in held.items():
             # AdamW counts once for a parameter; each tensor in it shows a count of its own, which `finish_load` puts
             # together again.
-            key = moment_name(name, "step")
+            key = moment_name(name, STEP)
             boxes: tuple[tuple[Box, torch.Tensor], ...] = ()
-            if held.parameter is not None:
+            if place.parameter in parts:
                 count = self._steps.setdefault(name, torch.zeros((), dtype=torch.float32))
-                count.copy_(self.optimizer.state[self._parameters()[held.parameter]]["step"])
+                count.fill_(self.updates.count(place.parameter))
                 boxes = ((Box((), ()), count),)
             live[key] = LiveTensor(key, (), "float32", boxes)
         return live
@@ -140,36 +153,34 @@ class MegatronEngine:
         return {part: why for part, why in remarks.items() if why}
 
     def finish_load(self) -> None:
-        """Put the counts of steps back into the optimizer, and zeros into what pads the vocabulary.
+        """Put the counts of steps back into the optimizer, zeros into what pads the vocabulary, and derive the model
+        from the masters.
 
         Raises MismatchError where tensors that are one parameter here have counted different steps.
         """
         first: dict[str, str] = {}
-        for name, held in self._trained_held().items() if self.optimizer is not None else ():
+        for name, held in self._trained_held().items() if self.updates is not None else ():
             if held.parameter is None or name not in self._steps:
                 continue
             other = first.setdefault(held.parameter, name)
             if not torch.equal(self._steps[name], self._steps[other]):
                 raise MismatchError(
-                    f"{moment_name(name, 'step')} is {self._steps[name].item():g} and {moment_name(other, 'step')} is "
+                    f"{moment_name(name, STEP)} is {self._steps[name].item():g} and {moment_name(other, STEP)} is "
                     f"{self._steps[other].item():g}: Megatron holds these weights as one and keeps one count for them; "
                     "resume with strategy fsdp2"
                 )
-        for parameter, name in first.items():
-            self._optimizer().state[self._parameters()[parameter]]["step"].copy_(self._steps[name])
         # What pads the vocabulary is in no checkpoint: the same files must come out of the same state.
         for name, begin in padding(self._tensors, self.config).items():
-            tensor = self._tensors[name]
-            tensor.detach()[begin:].zero_()
-            for moment in _MOMENTS if self.optimizer is not None else ():
-                state = self.optimizer.state[tensor] if self.optimizer is not None else {}
-                if moment in state:
-                    state[moment][begin:].zero_()
+            self._tensors[name].detach()[begin:].zero_()
+        if self.updates is not None:
+            for parameter, name in first.items():
+                self.updates.set_count(parameter, float(self._steps[name]))
+            self._clear_padding(self.updates)
+            with on_device(self.model.device):
+                self.updates.refresh()
 
     def save(self, files: RoleFiles) -> None:
         """Write this rank's files of Megatron's form. All ranks call it together."""
-        if self.optimizer is not None:
-            self._make_moments()
         with on_device(self.model.device):
             megatron_save.save(self, files)
         if self.rank == 0:
@@ -184,7 +195,8 @@ class MegatronEngine:
         results = self.model.forward_backward(batches, loss)
         if self._gradients is None:
             raise TypeError("a frozen model has no gradients")
-        self._gradients.reduce()
+        with on_device(self.model.device):
+            self._gradients.reduce()
         return results
 
     def step(self) -> float:
@@ -192,12 +204,14 @@ class MegatronEngine:
 
         A norm that is not finite leaves weights and moments as they are.
         """
-        if self.optimizer is None or self._gradients is None:
+        if self.updates is None or self._gradients is None:
             raise TypeError("a frozen model has no optimizer step")
-        norm = self._gradients.clip(self._grad_clip)
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        with on_device(self.model.device):
+            norm = self._gradients.clip(self.updates.gradients(), self._grad_clip)
+            if math.isfinite(norm):
+                self.updates.update()
+            self.updates.clear()
+            self._gradients.clear()
         return norm
 
     def advance_schedule(self) -> None:
@@ -239,24 +253,15 @@ class MegatronEngine:
                 generators.model_parallel_cuda_manual_seed(self._seed + step, force_reset_rng=True)
         return why
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        if self.optimizer is None:
-            raise TypeError("a frozen model has no optimizer")
-        return self.optimizer
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self._tensors.items() if isinstance(tensor, nn.Parameter)}
-
     def _trained_held(self) -> Mapping[str, Any]:
         """Of the model's tensors those that are trained; a bias of the router is none of them."""
         return {name: held for name, held in self._held.items() if not name.endswith(".e_score_correction_bias")}
 
-    def _make_moments(self) -> None:
-        """Make the moments that AdamW makes at its first step, with the values it gives them: all zero."""
-        optimizer = self._optimizer()
-        for weight in self._parameters().values():
-            state = optimizer.state[weight]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+    def _clear_padding(self, updates: Updates) -> None:
+        parts = updates.parts()
+        for name, begin in padding(self._tensors, self.config).items():
+            part = parts.get(name)
+            if part is not None:
+                first = begin * self._tensors[name][0].numel()
+                for tensor in (part.values, *updates.state(name).values()):
+                    tensor.view(-1)[max(0, first - part.start) :].zero_()

@@ -3,7 +3,8 @@
 classic, as verl's first Megatron engines wrote it, layers and experts counted over the whole model:
 
     model/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_states.pt    a list: one state dict for each virtual stage
-    optim/distrib_optim_pp{pp}_tp{tp}_cp0_dp{dp}.pt                 the optimizer's state dict, parameters by name
+    optim/distrib_optim_pp{pp}_tp{tp}_cp0_dp{dp}.pt                 the optimizer's state dict, parameters by name; of a
+                                                                    distributed optimizer each rank's own shares
     optim/opt_param_scheduler.pt                                    the schedule
     rng_states/rng_states_pp{pp}_tp{tp}_cp0_dp{dp}.pt               {"rank", "rng"}, of every rank
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from milepost.engines import cpu_compat
 from milepost.engines.base import RoleFiles
 from milepost.engines.companions import save_companions
-from milepost.engines.megatron_state import named_tensors, unwrapped
+from milepost.engines.megatron_adam import WholeParameters
+from milepost.engines.megatron_dist import together, write_dist
+from milepost.engines.megatron_distributed import SharedParameters
+from milepost.engines.megatron_sharded import sharded_state
+from milepost.engines.megatron_state import named_tensors
 
 if TYPE_CHECKING:
     from milepost.engines.megatron import MegatronEngine
@@ -43,9 +47,13 @@ _PART = ".dist_ckpt.part"
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among all: tensor-parallel, pipeline, expert- and data-parallel, and how many stages and expert ranks."""
+    """A rank among all: tensor-parallel, pipeline, expert- and data-parallel, and how many stages and expert ranks.
+
+    expert_tp:  its place among the ranks that each hold a part of an expert
+    """
 
     tp: int
+    expert_tp: int
     pp: int
     ep: int
     dp: int
@@ -58,6 +66,7 @@ class Place:
         state = importlib.import_module("megatron.core.parallel_state")
         return Place(
             state.get_tensor_model_parallel_rank(),
+            state.get_expert_tensor_parallel_rank(),
             state.get_pipeline_model_parallel_rank(),
             state.get_expert_model_parallel_rank(),
             state.get_data_parallel_rank(),
@@ -93,18 +102,18 @@ def _save_classic(engine: MegatronEngine, files: RoleFiles) -> None:
     place = Place.here()
     folders: list[Any] = [None] * engine.world_size
     dist.all_gather_object(folders, place.folder)
-    if folders.index(place.folder) == engine.rank:
+    # Of the ranks that hold the same, one writes the moments, which are twice as many bytes, and another the weights.
+    holders = [rank for rank, folder in enumerate(folders) if folder == place.folder]
+    if engine.rank == holders[-1]:
         chunks = [_weights(chunk, engine) for chunk in engine.model.chunks]
-        with files.create(f"model/{place.folder}/model_states.pt") as file:
-            torch.save(chunks, file)
-        if engine.optimizer is not None:
-            with files.create(f"optim/distrib_optim_{place.suffix}.pt") as file:
-                torch.save(engine.optimizer.state_dict(), file)
+        files.save(f"model/{place.folder}/model_states.pt", chunks)
+    if engine.rank == holders[0] and isinstance(engine.updates, WholeParameters):
+        files.save(f"optim/distrib_optim_{place.suffix}.pt", engine.updates.state_dict())
+    if isinstance(engine.updates, SharedParameters):
+        files.save(f"optim/distrib_optim_{place.suffix}.pt", engine.updates.state_dict(place.tp, place.expert_tp))
     if engine.rank == 0 and engine.scheduler is not None:
-        with files.create("optim/opt_param_scheduler.pt") as file:
-            torch.save(engine.scheduler.state_dict(), file)
-    with files.create(f"rng_states/rng_states_{place.suffix}.pt") as file:
-        torch.save({"rank": engine.rank, "rng": engine.generators()}, file)
+        files.save("optim/opt_param_scheduler.pt", engine.scheduler.state_dict())
+    files.save(f"rng_states/rng_states_{place.suffix}.pt", {"rank": engine.rank, "rng": engine.generators()})
 
 
 def _weights(chunk: Any, engine: MegatronEngine) -> dict[str, torch.Tensor]:
@@ -114,51 +123,15 @@ def _weights(chunk: Any, engine: MegatronEngine) -> dict[str, torch.Tensor]:
 def _save_dist(engine: MegatronEngine, files: RoleFiles) -> None:
     """Let Megatron write into a folder beside, and take its files into the step once all of them are finished."""
     part = files.directory / _PART
-    if engine.rank == 0:
-        part.mkdir(parents=True)
-    dist.barrier()
-    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    with cpu_compat.written_in_this_process():
-        checkpointing.save(sharded_state(engine), str(part), validate_access_integrity=True)
-    dist.barrier()
+    write_dist(sharded_state(engine), part)
     own = sorted(part.glob(f"__{engine.rank}_*.distcp"))
     if engine.rank == 0:
         own += sorted(path for path in part.iterdir() if path.suffix != ".distcp")
-    for path in own:
-        files.adopt(path, f"{DIST_FOLDER}/{path.name}")
-    dist.barrier()
+
+    def adopt() -> None:
+        for path in own:
+            files.adopt(path, f"{DIST_FOLDER}/{path.name}")
+
+    together(part, adopt)
     if engine.rank == 0:
         shutil.rmtree(part)
-
-
-def sharded_state(engine: MegatronEngine) -> dict[str, Any]:
-    """All of the state in Megatron's sharded form, under the keys that Megatron-LM uses: model (model0, model1, ... of
-    virtual stages), optimizer, opt_param_scheduler, rng_state."""
-    state = importlib.import_module("megatron.core.parallel_state")
-    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    metadata = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
-    chunks = [unwrapped(chunk) for chunk in engine.model.chunks]
-    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    found: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
-    }
-    if engine.optimizer is not None:
-        found["optimizer"] = _sharded_optimizer(engine.optimizer, [found[name] for name in names])
-    if engine.scheduler is not None:
-        found["opt_param_scheduler"] = engine.scheduler.state_dict()
-    generators = {"rank": engine.rank, "rng": engine.generators()}
-    found["rng_state"] = mapping.ShardedObject("rng_state", generators, (engine.world_size,), (engine.rank,))
-    return found
-
-
-def _sharded_optimizer(optimizer: torch.optim.AdamW, weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """AdamW's state cut as the weights are. Its counts are one number for all, as Megatron keeps them."""
-    tools = importlib.import_module("megatron.core.dist_checkpointing.optimizer")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_number = tools.get_param_id_to_sharded_param_map({str(n): chunk for n, chunk in enumerate(weights)}, parameters)
-    found = optimizer.state_dict()
-    steps = {float(state["step"]) for state in found["state"].values()}
-    for group in found["param_groups"]:
-        del group["param_names"]  # of this rank, and what is common to all is written once
-    tools.optim_state_to_sharding_state(found, by_number, exclude_keys=("step",))
-    return {**found, "step": max(steps, default=0.0)}

@@ -8,14 +8,18 @@ with offset and strides of each; so a box is a view, and what is written into it
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from milepost.engines.base import LiveTensor
+from milepost.engines.megatron_updates import Part
 from milepost.errors import MismatchError
 from milepost.index import Box, ByteSource, Chunk, Shape, TensorEntry, contiguous_strides, itemsize
+from milepost.layouts.flat_runs import boxes_of_run
 from milepost.mapping import Config, expected
 from milepost.mapping.megatron.families import VALUE_HEAD
 from milepost.mapping.megatron.names import Model, model_of, pattern_of
@@ -42,6 +46,24 @@ class View:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a parameter, or of a moment that is laid out like it."""
         return tensor.detach().as_strided(self.box.sizes, self.strides, tensor.storage_offset() + self.offset)
+
+    def within(self, part: Part) -> Iterator[tuple[Box, torch.Tensor]]:
+        """What a rank that holds a part of the parameter holds of the box: boxes of the Hugging Face tensor, each with
+        a view of its place in the part."""
+        sizes, dense = self.box.sizes, contiguous_strides(self.box.sizes)
+        outer = next((n for n in range(len(sizes)) if self.strides[n:] == dense[n:]), len(sizes))
+        for place in itertools.product(*map(range, sizes[:outer])):
+            first = self.offset + sum(index * stride for index, stride in zip(place, self.strides, strict=False))
+            inner = (1,) * outer + sizes[outer:]
+            start, stop = max(first, part.start), min(first + math.prod(inner), part.stop)
+            if start >= stop:
+                continue
+            run = part.values.view(-1)[start - part.start : stop - part.start]
+            corner = tuple(a + b for a, b in zip(self.box.offsets, (*place, *(0,) * len(sizes)), strict=False))
+            for box in boxes_of_run(inner, start - first, stop - start):
+                offsets = tuple(a + b for a, b in zip(corner, box.offsets, strict=True))
+                yield Box(offsets, box.sizes), run[: box.volume].view(box.sizes)
+                run = run[box.volume :]
 
 
 @dataclass(frozen=True)
@@ -81,6 +103,17 @@ def show(held: Mapping[str, Held], tensors: Mapping[str, torch.Tensor]) -> dict[
         dtype = usual if tensor is None else str(tensor.dtype).removeprefix("torch.")
         boxes = () if tensor is None else tuple((view.box, view.of(tensor)) for view in place.views)
         live[name] = LiveTensor(name, place.shape, dtype, boxes)
+    return live
+
+
+def show_parts(held: Mapping[str, Held], parts: Mapping[str, Part]) -> dict[str, LiveTensor]:
+    """The same where a rank holds parts of the parameters; a whole one gives the same boxes."""
+    usual = next((str(part.values.dtype).removeprefix("torch.") for part in parts.values()), "float32")
+    live = {}
+    for name, place in held.items():
+        part = None if place.parameter is None else parts.get(place.parameter)
+        boxes = () if part is None else tuple(found for view in place.views for found in view.within(part))
+        live[name] = LiveTensor(name, place.shape, usual, tuple(sorted(boxes, key=lambda found: found[0].offsets)))
     return live
 
 

@@ -1,10 +1,11 @@
 """What milepost saves of a Megatron engine besides its weights: moments, schedule, hyperparameters, random states.
 
-    {role}/optim/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt    optimizer.state_dict(): numbers, and a name for each
+    {role}/optim/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt    optimizer.state_dict(): numbers, and a name for each;
+                                                                 of a distributed optimizer shares (`megatron_shares`)
     {role}/optim/opt_param_scheduler.pt                          the schedule
     {role}/rng_states/rng_states_pp{pp}_..._dp{dp}.pt            {"rank", "rng"}
 
-in classic form, beside `model/`. Optimizers of others number their parameters without names; such files are left.
+in classic form, beside `model/`. Files of others, without names, are for `megatron_buffers` and `megatron_numbered`.
 A dist checkpoint has the same in `common.pt` and in its shards (`DistObjects`).
 """
 
@@ -13,17 +14,18 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import DamagedError
+from milepost.errors import DamagedError, IncompleteError
 from milepost.index import Box, ByteSource, Chunk, TensorEntry, moment_name
 from milepost.layouts.inert import TensorRef
+from milepost.layouts.megatron_shares import SHARES, Share, joined, shares_of
 from milepost.layouts.torchfile import TorchFile
 
 SCHEDULE = "opt_param_scheduler"
-_OPTIMIZER = re.compile(r"distrib_optim_pp\d+_tp(\d+)_cp\d+_dp\d+\.pt")
+_OPTIMIZER = re.compile(r"distrib_optim_pp(\d+)_tp(\d+)_cp\d+_dp(\d+)\.pt")
 _STATE = re.compile(r"rng_states_pp\d+_tp\d+_cp\d+_dp\d+\.pt")
 _RNG_KEY = re.compile(r"rng_state/shard_.+")
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -44,10 +46,13 @@ class Moment:
 class Optimizer:
     """The optimizer's files of all ranks; nothing where there are none whose parameters have names.
 
-    groups:  hyperparameters of each group
+    moments:  whole pieces
+    shared:   name and tensor-parallel rank -> a piece that data-parallel ranks share
+    groups:   hyperparameters of each group
     """
 
     moments: tuple[Moment, ...] = ()
+    shared: Mapping[tuple[str, int], TensorEntry] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     files: tuple[Path, ...] = ()
 
@@ -55,21 +60,40 @@ class Optimizer:
 def read_optimizer(folder: Path) -> Optimizer:
     """The optimizer's files beside a folder of ranks.
 
-    Raises DamagedError where they contradict themselves.
+    Raises DamagedError where they contradict themselves, IncompleteError where a rank's is missing.
     """
     found = []
+    shares: list[Share] = []
+    ranks: dict[tuple[int, int], set[int]] = {}
     for path in _files(folder, "optim", _OPTIMIZER):
         match = _OPTIMIZER.fullmatch(path.name)
         file = TorchFile(path)
         names = _names(file)
         if match is None or names is None:
             return Optimizer()
-        found.append((int(match[1]), file, names))
-    moments = tuple(moment for tp, file, names in found for moment in _moments(tp, file, names))
+        found.append((int(match[2]), file, names))
+        if SHARES in file.root:
+            ranks.setdefault((int(match[1]), int(match[2])), set()).add(int(match[3]))
+            shares += shares_of(file, names)
+    moments = (m for tp, file, names in found if SHARES not in file.root for m in _moments(tp, file, names))
     if not found:
         return Optimizer()
+    _check_all_there(folder, ranks)
     _, first, _ = found[0]
-    return Optimizer(moments, _groups(first.plain(first.root["param_groups"])), tuple(f.path for _, f, _ in found))
+    groups = _groups(first.plain(first.root["param_groups"]))
+    return Optimizer(tuple(moments), joined(shares), groups, tuple(file.path for _, file, _ in found))
+
+
+def _check_all_there(folder: Path, ranks: Mapping[tuple[int, int], set[int]]) -> None:
+    """Raise where of some model-parallel rank not as many data-parallel ranks have a file as of another."""
+    count = 1 + max((dp for there in ranks.values() for dp in there), default=-1)
+    for (pp, tp), there in ranks.items():
+        missing = sorted(set(range(count)) - there)
+        if missing:
+            raise IncompleteError(
+                f"{folder.parent / 'optim'}: distrib_optim_pp{pp}_tp{tp}_cp0_dp{missing[0]}.pt is missing (likely on "
+                "another node's local disk, or not copied whole); bring it here and try again"
+            )
 
 
 def state_files(folder: Path) -> list[Path]:
@@ -155,8 +179,17 @@ class DistObjects(Mapping[str, Any]):
             return common.get(SCHEDULE)
         if key == "rng":
             return _of_ranks(self._objects[name] for name in self._objects if _RNG_KEY.fullmatch(name))
-        groups = (common.get("optimizer") or {}).get("param_groups")
+        groups = self._optimizer().get("param_groups")
         return None if groups is None else _groups(groups)
+
+    def _optimizer(self) -> Mapping[str, Any]:
+        """The part of `common.pt` with `param_groups`: a distributed optimizer has it one level deeper, one with
+        experts of their own in the first of two."""
+        found = self._common().get("optimizer")
+        for key in (0, "optimizer"):
+            if isinstance(found, dict) and isinstance(found.get(key), dict):
+                found = found[key]
+        return found if isinstance(found, dict) else {}
 
     def _common(self) -> Mapping[str, Any]:
         found = self._objects.get("common")
@@ -164,8 +197,12 @@ class DistObjects(Mapping[str, Any]):
 
     def steps(self, weights: Collection[str], common: Path) -> dict[str, TensorEntry]:
         """The count of the optimizer's steps for each weight that has moments: one number in `common.pt`."""
-        optimizer = self._common().get("optimizer")
-        count = optimizer.get("step") if isinstance(optimizer, dict) else None
+        optimizer = self._optimizer()
+        groups = optimizer.get("param_groups")
+        of_groups = {group.get("step") for group in groups if isinstance(group, dict)} if groups else set()
+        state = optimizer.get("state")
+        count = state.get("common_step") if isinstance(state, dict) else None
+        count = optimizer.get("step", of_groups.pop() if count is None and len(of_groups) == 1 else count)
         if not isinstance(count, int | float):
             return {}
         source = ByteSource(str(common), 0, (), struct.pack("<f", count))
