@@ -61,7 +61,7 @@ def run(command: Sequence[str], *, limit_seconds: float = 1800) -> Sample:
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment) as process,
     ):
-        watch = _MemoryWatch(process.pid)
+        watch = MemoryWatch(process.pid)
         late = threading.Timer(limit_seconds, process.kill)
         late.start()
         try:
@@ -139,8 +139,9 @@ def write_json(path: Path, **results: Mapping[str, Sequence[Sample]]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-class _MemoryWatch:
-    """Samples the memory of a process tree in a thread."""
+class MemoryWatch:
+    """Samples the memory of a process tree in a thread: the most that is resident, and the most that is anonymous or
+    shared, in bytes."""
 
     def __init__(self, pid: int) -> None:
         self.peak_rss = self.peak_anon = 0
@@ -150,8 +151,15 @@ class _MemoryWatch:
         self._thread.start()
 
     def stop(self) -> None:
+        """No more samples."""
         self._done.set()
         self._thread.join()
+
+    @staticmethod
+    def now(pid: int) -> int:
+        """Anonymous and shared memory at this moment."""
+        fields = [_status(one) for one in _tree(pid)]
+        return sum(one.get("RssAnon", 0) + one.get("RssShmem", 0) for one in fields)
 
     def _watch(self) -> None:
         while not self._done.wait(_SAMPLE_SECONDS):

@@ -26,17 +26,18 @@ PRELOADED = [
     "transformers.generation.utils",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.quantizers.auto",
-    "milepost.trainer.models",
+    "milepost.trainer.worker",
     "deepspeed",
     "megatron.core.models.gpt",
     "megatron.core.dist_checkpointing",
 ]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, lost: int = 0) -> list[Any]:
     """Call `function(*args)` on each of `world_size` ranks and return what each returned, in rank order.
 
-    `function` stands at the top level of a module. An error on any rank is raised here with its traceback.
+    `function` stands at the top level of a module. An error on any rank is raised here with its traceback. `lost`: how
+    many ranks end without a word, as if killed.
     """
     from torch.distributed import TCPStore
 
@@ -54,7 +55,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         process.start()
     try:
         outcomes: list[tuple[int, bytes, str]] = []
-        while len(outcomes) < world_size and not any(error for _, _, error in outcomes):
+        while len(outcomes) < world_size - lost and not any(error for _, _, error in outcomes):
             # After an error the other ranks may wait for the failed one in a collective: read no further.
             outcomes.append(results.get(timeout=TIMEOUT))
     finally:

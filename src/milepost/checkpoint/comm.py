@@ -6,17 +6,21 @@ that can fail: each does its part, all learn how all fared, and if one failed ev
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from milepost.checkpoint.meeting import meet
-from milepost.errors import MilepostError, WriteError
+from milepost.errors import LostRankError, MilepostError, WriteError
 from milepost.wording import counted
 
 T = TypeVar("T")
+_BEAT = 5.0  # seconds
 PATIENCE = 30.0
 """Seconds in which the ranks, which train in step, come to the same save or resume."""
 
@@ -44,6 +48,9 @@ class Communicator(Protocol):
         Raises CallError, naming them, where some do not come in time: a collective that they never enter would wait
         for ever."""
 
+    def another(self) -> Communicator:
+        """The same ranks over a channel of their own, for calls from another thread. All ranks make it together."""
+
     def close(self) -> None:
         """Give back what the communicator holds."""
 
@@ -64,6 +71,10 @@ class SingleProcess:
     def meet(self, what: str) -> None:
         """Nobody to meet."""
 
+    def another(self) -> Communicator:
+        """Nobody to mix up."""
+        return self
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -80,6 +91,7 @@ class TorchCommunicator:
         import torch.distributed as dist  # noqa: PLC0415  a run without ranks needs no torch here
 
         self._dist = dist
+        self._timeout = timeout_seconds
         self._patience = patience_seconds
         self._meetings = 0
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -87,14 +99,16 @@ class TorchCommunicator:
         self.world_size = dist.get_world_size()
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, pickled on the way."""
+        """The values of all ranks, pickled on the way. LostRankError where one of them has ended."""
         values: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(values, value, group=self._group)
+        with _told_of_lost_ranks():
+            self._dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self._dist.barrier(group=self._group)
+        """Wait until every rank is here. LostRankError where one of them has ended."""
+        with _told_of_lost_ranks():
+            self._dist.barrier(group=self._group)
 
     def meet(self, what: str) -> None:
         """Meet at the store of torch.distributed, under the name of this communicator's group."""
@@ -102,17 +116,38 @@ class TorchCommunicator:
         store, place = self._dist.distributed_c10d._get_default_store(), f"milepost/{self._group.group_name}"
         meet(store, place, number, self.rank, self.world_size, what, self._patience)
 
+    def another(self) -> Communicator:
+        """Another gloo group: collectives of two groups do not meet, whatever thread they come from."""
+        return TorchCommunicator(self._timeout, self._patience)
+
     def close(self) -> None:
         """Give up the group."""
         if self._dist.is_initialized():
             self._dist.destroy_process_group(self._group)
 
 
-def default_communicator() -> Communicator:
+@contextlib.contextmanager
+def _told_of_lost_ranks() -> Iterator[None]:
+    """What gloo says of a connection that broke or a time that is over, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = re.search(
+            r"(Connection \w+ by peer|Timed out|Broken pipe|Connection refused)", str(error), re.IGNORECASE
+        )
+        if said is None and "gloo" not in str(error):
+            raise
+        why = f" ({said[1]})" if said else ""
+        raise LostRankError(
+            f"another rank has ended or does not answer{why}: what it said last, and the launcher's log, tell why"
+        ) from error
+
+
+def default_communicator(timeout_seconds: float = 1800.0) -> Communicator:
     """The ranks of torch.distributed where it is initialised, else this process alone."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return TorchCommunicator()
+        return TorchCommunicator(timeout_seconds)
     return SingleProcess()
 
 
@@ -153,6 +188,32 @@ def on_rank_0(comm: Communicator, act: Callable[[], T]) -> T:
     results: list[Any] = together(comm, act if comm.rank == 0 else lambda: None)
     value: T = results[0]
     return value
+
+
+def on_rank_0_at_length(comm: Communicator, act: Callable[[], T]) -> T:
+    """`on_rank_0` for what may take longer than ranks wait for each other: meanwhile they meet every few seconds."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:  # noqa: BLE001  raised on all ranks below
+            errors.append(error)
+
+    def result() -> T:
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    thread = Thread(target=work, name="milepost-rank-0", daemon=True) if comm.rank == 0 else None
+    if thread is not None:
+        thread.start()
+    while True:
+        if thread is not None:
+            thread.join(_BEAT)
+        if comm.all_gather(thread is None or not thread.is_alive())[0]:
+            return on_rank_0(comm, result)
 
 
 def _kind(error: Exception) -> type[MilepostError]:

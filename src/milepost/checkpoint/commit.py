@@ -10,6 +10,7 @@ takes for a step and the next start sweeps away. An error on any rank makes all 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,17 @@ from typing import Any
 
 from milepost import __version__
 from milepost.checkpoint.comm import Communicator, on_rank_0, together
-from milepost.checkpoint.files import StepFiles, make_directory, reason, sync_directory, write_durably
+from milepost.checkpoint.deadline import Deadline, in_time
+from milepost.checkpoint.files import StepFiles, make_directory, sync_directory, write_durably
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, digest_file
+from milepost.checkpoint.staged_file import Staging, reason
 from milepost.checkpoint.steps import STATE_FILE, TRACKER, read_tracker, step_name
 from milepost.engines.base import Engine
-from milepost.errors import CallError, IncompleteError, MilepostError, WriteError
+from milepost.errors import CallError, IncompleteError, LostRankError, MilepostError, WriteError
 
-_LITTER = re.compile(r"\.(global_step_\d+|latest_checkpointed_iteration)\.[0-9a-f]{8}\.tmp")
+_LITTER = re.compile(r"\.(global_steps?_\d+|latest_checkpointed_iteration)\.[0-9a-f]{8}\.tmp")
 _SHARED_FS_SECONDS = 10.0  # how long a network file system may take to show one node what another made
+_PARTING = 3.0  # seconds for which threads that still write, and then the removal of what they wrote, are waited for
 _log = logging.getLogger(__name__)
 
 ExportHF = Callable[[Path, Path], None]
@@ -65,9 +69,37 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A committed step: its folder, and the bytes of all its files."""
+    """A committed step.
 
+    path:     its folder
+    nbytes:   bytes of all its files
+    stall:    seconds for which rank 0's training stood still
+    seconds:  from the call to the moment when all was durable
+    """
+
+    step: int
     path: Path
+    nbytes: int
+    stall: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """A step whose state is taken: what training does from here on cannot change it.
+
+    tmp, final:  where its files are written, and where they will be
+    files:       this rank's
+    state:       the content of trainer_state.json
+    nbytes:      bytes of all ranks' files, those that another program wrote left out
+    """
+
+    request: StepRequest
+    tmp: Path
+    final: Path
+    staging: Staging
+    files: tuple[StepFiles, ...]
+    state: bytes
     nbytes: int
 
 
@@ -85,33 +117,88 @@ def agree(comm: Communicator, root: Path, **what: Any) -> None:
                 raise CallError(f"the ranks disagree about {name}: rank 0 {views[0][1][name]}, rank {rank} {value}")
 
 
-def write_step(request: StepRequest, comm: Communicator) -> SavedStep:
-    """Save one step; all ranks call it together, with requests that `agree`.
+def take_step(request: StepRequest, comm: Communicator, staging: Staging) -> TakenStep:
+    """Take the state of all roles, so that training may go on; all ranks call it together, with requests that `agree`.
 
     Raises on every rank, and leaves everything as it was, where any rank fails: WriteError where a disk refuses.
     """
     final = request.root / step_name(request.step)
-    tmp: Path | None = None
+    with _or_nothing(request.step, comm, staging, final):
+        tmp, state = on_rank_0(comm, lambda: _begin(request, staging.deadline))
+    taken: list[StepFiles] = []
+
+    def take(role: str, engine: Engine) -> int:
+        taken.append(_take_role(tmp, role, engine, staging))
+        if len(taken) == len(request.roles):
+            staging.copies.wait()
+        return taken[-1].nbytes
+
+    with _or_nothing(request.step, comm, staging, final, tmp):
+        together(comm, lambda: staging.deadline.within(tmp, lambda: _await(tmp, comm.rank)))
+        # Gathered after each role: no rank enters a role's collectives without all others.
+        nbytes = sum(sum(together(comm, partial(take, role, engine))) for role, engine in request.roles.items())
+    return TakenStep(request, tmp, final, staging, tuple(taken), state, nbytes)
+
+
+def finish_step(taken: TakenStep, comm: Communicator) -> SavedStep:
+    """Bring a step to the disk and commit it; all ranks call it together. Raises as `take_step` does."""
+    request, tmp, final = taken.request, taken.tmp, taken.final
+    with _or_nothing(request.step, comm, taken.staging, final, tmp):
+        together(comm, taken.staging.wait)
+        records = [record for of_one in comm.all_gather(_records(taken)) for record in of_one]
+        commit = partial(_commit, taken, records, comm.world_size)
+        return on_rank_0(comm, lambda: taken.staging.deadline.within(final, commit))
+
+
+def write_step(request: StepRequest, comm: Communicator) -> SavedStep:
+    """Save one step while training waits; all ranks call it together. Raises as `take_step` does."""
+    return finish_step(take_step(request, comm, Staging.make()), comm)
+
+
+@contextlib.contextmanager
+def _or_nothing(
+    step: int, comm: Communicator, staging: Staging, final: Path, tmp: Path | None = None
+) -> Iterator[None]:
+    """Where anything goes wrong in this context, on any rank, nothing of the step stays."""
+
+    def parting() -> float:
+        return 0.1 if staging.deadline.missed else _PARTING
+
+    def remove() -> None:
+        if comm.rank == 0 and tmp is not None and not in_time(parting(), lambda: _remove(tmp)):
+            _log.warning("%s was left behind, since the file system does not answer; the next start removes it", tmp)
+
     try:
-        tmp = on_rank_0(comm, lambda: _make_temporary(request))
-        together(comm, lambda: _await(tmp, comm.rank))
-        records: list[FileRecord] = []
-        for role, engine in request.roles.items():
-            # Gathered after each role: no rank enters a role's collectives without all others.
-            for written in together(comm, partial(_write_role, tmp, role, engine)):
-                records += written
-        return on_rank_0(comm, lambda: _commit(request, tmp, final, records, comm.world_size))
+        yield
+    except LostRankError as error:  # with whom nobody can meet again
+        staging.crew.abandon(parting())
+        remove()
+        raise _not_saved(step, error, tmp, final) from error
     except MilepostError as error:
-        if comm.rank == 0 and tmp is not None:
-            _remove(tmp)
+        staging.crew.abandon(parting())
+        comm.barrier()  # from here on nobody writes into it
+        remove()
         comm.barrier()
-        # The temporary folder is gone: the reader knows the file by the place that it was meant for.
-        sentence = str(error).replace(str(tmp), str(final))
-        raise type(error)(f"step {request.step} was not saved: {sentence}") from error
+        raise _not_saved(step, error, tmp, final) from error
     except BaseException:
-        if comm.rank == 0 and tmp is not None:
-            _remove(tmp)
+        staging.crew.abandon(parting())
+        remove()
         raise
+
+
+def _not_saved(step: int, error: MilepostError, tmp: Path | None, final: Path) -> MilepostError:
+    """The temporary folder is gone: the reader knows the file by the place that it was meant for."""
+    return type(error)(f"step {step} was not saved: {str(error).replace(str(tmp), str(final))}")
+
+
+def _records(taken: TakenStep) -> list[FileRecord]:
+    return [record for files in taken.files for record in files.records]
+
+
+def _begin(request: StepRequest, deadline: Deadline) -> tuple[Path, bytes]:
+    """On rank 0: the temporary folder, and the content of trainer_state.json."""
+    state = json.dumps(request.state(), indent=1).encode() + b"\n"
+    return deadline.within(request.root, lambda: _make_temporary(request)), state
 
 
 def _make_temporary(request: StepRequest) -> Path:
@@ -146,8 +233,8 @@ def _await(path: Path, rank: int, size: int | None = None) -> None:
         time.sleep(0.05)
 
 
-def _write_role(tmp: Path, role: str, engine: Engine) -> list[FileRecord]:
-    files = StepFiles(tmp / role, tmp)
+def _take_role(tmp: Path, role: str, engine: Engine, staging: Staging) -> StepFiles:
+    files = StepFiles(tmp / role, tmp, staging)
     try:
         engine.save(files)
     except MilepostError:
@@ -156,11 +243,12 @@ def _write_role(tmp: Path, role: str, engine: Engine) -> list[FileRecord]:
         raise WriteError(f"{tmp / role}: {reason(error)}") from error
     except Exception as error:
         raise files.failure or MilepostError(f"{tmp / role}: {type(error).__name__}: {error}") from error
-    return files.records
+    return files
 
 
-def _commit(request: StepRequest, tmp: Path, final: Path, records: list[FileRecord], world_size: int) -> SavedStep:
+def _commit(taken: TakenStep, records: list[FileRecord], world_size: int) -> SavedStep:
     """Rank 0's part, after all ranks have written."""
+    request, tmp, final = taken.request, taken.tmp, taken.final
     for record in records:
         _await(tmp / record.path, 0, record.size)
     if request.export_hf is not None:
@@ -169,23 +257,33 @@ def _commit(request: StepRequest, tmp: Path, final: Path, records: list[FileReco
     try:
         files = StepFiles(tmp, tmp)
         with files.create(STATE_FILE) as file:
-            file.write(json.dumps(request.state(), indent=1).encode() + b"\n")
+            file.write(taken.state)
         manifest = _manifest(request, [*records, *files.records], world_size)
         write_durably(tmp / MANIFEST, manifest.to_json().encode())
         for directory, _, _ in os.walk(tmp):
             sync_directory(Path(directory))
-        tracker = _prepare_tracker(request)
+        tracker = _prepare_tracker(request.root, request.step)
         try:
+            taken.staging.deadline.check(final)
             request.make_way()
             tmp.rename(final)
-            sync_directory(request.root)
+            _hold(tmp, final)
         except BaseException:
             tracker.unlink()
             raise
     except OSError as error:
         raise WriteError(f"{error.filename or final}: {reason(error)}") from error
-    _move_tracker(request, tracker)
-    return SavedStep(final, manifest.nbytes)
+    _move_tracker(request.root, request.step, tracker)
+    return SavedStep(request.step, final, manifest.nbytes)
+
+
+def _hold(tmp: Path, final: Path) -> None:
+    """Flush the name that a step just got. Where the disk refuses, it is taken back: nobody has heard of the step."""
+    try:
+        sync_directory(final.parent)
+    except OSError:
+        final.rename(tmp)
+        raise
 
 
 def _manifest(request: StepRequest, records: Sequence[FileRecord], world_size: int) -> Manifest:
@@ -221,53 +319,75 @@ def _export(export_hf: ExportHF, tmp: Path, role: str, records: list[FileRecord]
     return [*(record for record in records if record.path not in replaced), *exported]
 
 
-def _prepare_tracker(request: StepRequest) -> Path:
+def _prepare_tracker(root: Path, step: int) -> Path:
     """Write the new tracker beside the old one, before the step appears: no full disk can come between the two."""
-    path = request.root / f".{Path(TRACKER).stem}.{secrets.token_hex(4)}.tmp"
+    path = root / f".{Path(TRACKER).stem}.{secrets.token_hex(4)}.tmp"
     try:
-        write_durably(path, str(request.step).encode())
+        write_durably(path, str(step).encode())
     except OSError as error:
-        raise WriteError(f"{request.root / TRACKER}: {reason(error)}") from error
+        raise WriteError(f"{root / TRACKER}: {reason(error)}") from error
     return path
 
 
-def _move_tracker(request: StepRequest, prepared: Path) -> None:
+def _move_tracker(root: Path, step: int, prepared: Path) -> None:
     """Name the new step in the tracker, unless a newer step that is still there has the name.
 
     The step is committed whatever happens here: readers go by the steps, and this file is for people and other tools.
     """
     try:
-        named = read_tracker(request.root)
-        if named is not None and named > request.step and (request.root / step_name(named)).exists():
+        named = read_tracker(root)
+        if named is not None and named > step and (root / step_name(named)).exists():
             prepared.unlink()
             return
-        prepared.replace(request.root / TRACKER)
-        sync_directory(request.root)
+        prepared.replace(root / TRACKER)
+        sync_directory(root)
     except OSError as error:
-        _log.warning("%s still names an older step: %s", request.root / TRACKER, error.strerror)
+        _log.warning("%s still names an older step: %s", root / TRACKER, error.strerror)
 
 
-def sweep(root: Path) -> list[str]:
-    """Remove what killed saves of earlier processes left in `root`; the names of what went."""
+def mend_tracker(root: Path, step: int) -> None:
+    """Let the tracker name a committed step where it names an older one, or none: its saver was stopped right between
+    the two."""
+    named = read_tracker(root)
+    if named is not None and named >= step:
+        return
+    try:
+        _move_tracker(root, step, _prepare_tracker(root, step))
+    except WriteError as error:
+        _log.warning("%s still names an older step than %s: %s", root / TRACKER, step, error)
+
+
+def litter(root: Path) -> list[str]:
+    """The names of what killed saves have left in `root`. A save that is on its way has such a name too."""
     try:
         with os.scandir(root) as entries:
-            litter = [entry.name for entry in entries if _LITTER.fullmatch(entry.name)]
+            return sorted(entry.name for entry in entries if _LITTER.fullmatch(entry.name))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    for name in litter:
-        _remove(root / name)
-    return sorted(litter)
+
+
+def sweep(root: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Remove what killed saves of earlier processes left in `root`, or only these `names` of it; what went."""
+    return [name for name in (litter(root) if names is None else names) if _take_away(root / name)]
 
 
 def delete_step(step_dir: Path) -> None:
     """Delete a step. By a rename it first stops being one, so that a kill in between leaves litter and no half step."""
-    litter = step_dir.with_name(f".{step_dir.name}.{secrets.token_hex(4)}.tmp")
+    _take_away(step_dir)
+
+
+def _take_away(path: Path) -> bool:
+    """Remove a step or what was to become one. It first loses its name, at once or not at all: another job may be about
+    to commit it in this very moment. False where it is still there."""
+    litter = path.with_name(f".{path.name.removeprefix('.').partition('.')[0]}.{secrets.token_hex(4)}.tmp")
     try:
-        step_dir.rename(litter)
+        path.rename(litter)
+        sync_directory(path.parent)  # or a power cut could bring back the name, and a part of the files
     except OSError as error:
-        _log.warning("%s was not deleted: %s", step_dir, error.strerror)
-        return
+        _log.warning("%s was not deleted: %s", path, error.strerror)
+        return False
     _remove(litter)
+    return True
 
 
 def _remove(path: Path) -> None:

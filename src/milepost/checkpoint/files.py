@@ -7,79 +7,18 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-import xxhash
-
 from milepost.checkpoint.manifest import FileRecord, digest_file
-from milepost.errors import CallError, WriteError
-from milepost.wording import disk_error
+from milepost.checkpoint.staged_file import StagedFile, Staging, in_words, refused
+from milepost.checkpoint.writing import OutFile
+from milepost.errors import CallError, MilepostError
+from milepost.layouts.archive_stream import archive_stream
 
-_BUFFER = 1 << 20  # bytes; larger writes pass through
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
-
-
-class HashedFile:
-    """A new file whose bytes are counted and hashed as they pass.
-
-    It remembers the first OSError, because a writer on top may turn it into something else: torch.save makes of a full
-    disk "RuntimeError: unexpected pos".
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=_BUFFER)
-        self._digest = xxhash.xxh3_128()
-        self._size = 0
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Append bytes, or anything that shows its memory as contiguous bytes."""
-        view = memoryview(data).cast("B")
-        with self._remember():
-            self._file.write(view)
-        self._digest.update(view)
-        self._size += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._size
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """No: bytes are hashed in the order in which they lie."""
-        return False
-
-    def flush(self) -> None:
-        """Hand over to the operating system what is buffered here."""
-        with self._remember():
-            self._file.flush()
-
-    def commit(self) -> tuple[int, str]:
-        """Flush to the disk itself and close; size in bytes and xxh3_128 in hex."""
-        with self._remember():
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        return self._size, self._digest.hexdigest()
-
-    def abandon(self) -> None:
-        """Close a file that will be removed; what went wrong with it is already known."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    @contextlib.contextmanager
-    def _remember(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
 
 
 class StepFiles:
@@ -87,37 +26,52 @@ class StepFiles:
 
     directory:  where they go
     step_dir:   the step that is being written; records are relative to it
+    into:       what they pass through; by default every file is on the disk when the call that makes it returns
     """
 
-    def __init__(self, directory: Path, step_dir: Path) -> None:
+    def __init__(self, directory: Path, step_dir: Path, into: Staging | None = None) -> None:
         self._directory = directory
         self._step_dir = step_dir
-        self.records: list[FileRecord] = []
-        self.failure: WriteError | None = None
+        self._into = into
+        self._files: list[OutFile] = []
+        self._adopted: list[FileRecord] = []
+        self._nbytes = 0
+        self.failure: MilepostError | None = None
 
     @property
     def directory(self) -> Path:
         """The role's directory inside the step that is being written."""
         return self._directory
 
+    @property
+    def records(self) -> list[FileRecord]:
+        """Every file that is on the disk."""
+        return [self._record(file.path, file.size, file.xxh3_128) for file in self._files] + self._adopted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that were filled here."""
+        return self._nbytes
+
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """Open a new file of that relative name; it is on the disk when the context ends, or WriteError is raised."""
-        path = self._path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = HashedFile(path)
-        except OSError as error:
-            raise self._failed(path, error) from error
-        try:
+        """Open a new file of that relative name. WriteError where the disk refuses: here, or when the step is waited
+        for."""
+        with self._new(name) as file:
             yield cast(BinaryIO, file)
-            size, digest = file.commit()
-        except BaseException as error:
-            file.abandon()
-            if file.failure is not None:
-                raise self._failed(path, file.failure) from error
-            raise
-        self.records.append(FileRecord(path.relative_to(self._step_dir).as_posix(), size, digest))
+
+    def save(self, name: str, state: Any) -> None:
+        """Write an object into a new file as torch.save does. It may change as soon as this returns, and its tensors on
+        a device once `DeviceCopies.wait` has returned."""
+        from milepost.checkpoint.torch_pickle import pickled  # noqa: PLC0415  imports torch
+
+        data_pkl, storages = pickled(state)
+        plan = archive_stream(data_pkl, [storage.nbytes for storage in storages])
+        with self._new(name) as file:
+            for number, storage in enumerate(storages):
+                file.later(plan.gap_lengths[number], partial(plan.gap, number))
+                file.append(storage)
+            file.later(plan.gap_lengths[-1], partial(plan.gap, len(storages)))
 
     def adopt(self, source: Path, name: str, *, copy: bool = False) -> None:
         """Take a finished file of another program into the step: by a second link to it where the file system has
@@ -125,15 +79,61 @@ class StepFiles:
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            linked = not copy and _link(source, path)
-            if not linked:
+            if copy or not _link(source, path):
                 shutil.copyfile(source, path)
+        except OSError as error:
+            raise self._failed(refused(path, error)) from error
+        if self._into is None:
+            self._seal(path)
+        else:
+            if not self._into.blocking:
+                self._into.notes.append(
+                    f"{self._directory.name}: its engine writes files by itself, so training waits until they are "
+                    "written; their checksums and the flush to the disk are left to the background"
+                )
+            self._into.crew.call(partial(self._seal, path))
+
+    def _seal(self, path: Path) -> None:
+        """Flush a file that is there, and record it."""
+        try:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            record = FileRecord(path.relative_to(self._step_dir).as_posix(), path.stat().st_size, digest_file(path))
+            self._adopted.append(self._record(path, path.stat().st_size, digest_file(path)))
         except OSError as error:
-            raise self._failed(path, error) from error
-        self.records.append(record)
+            raise self._failed(refused(path, error)) from error
+
+    @contextlib.contextmanager
+    def _new(self, name: str) -> Iterator[StagedFile]:
+        path = self._path(name)
+        into = self._into or Staging.make()
+
+        def make() -> StagedFile:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return StagedFile(path, into)
+
+        try:
+            file = into.deadline.within(path, make)
+        except OSError as error:
+            raise self._failed(refused(path, error)) from error
+        try:
+            yield file
+            written = file.end()
+            if self._into is None:
+                into.copies.wait()
+                into.wait()
+        except BaseException as error:
+            file.abandon()
+            if self._into is None:
+                into.crew.abandon()
+            # A writer on top may turn it into something else: torch.save makes of a full disk "unexpected pos".
+            if into.crew.failure is not None:
+                raise self._failed(in_words(into.crew.failure)) from error
+            raise
+        self._files.append(written)
+        self._nbytes += file.tell()
+
+    def _record(self, path: Path, size: int, digest: str) -> FileRecord:
+        return FileRecord(path.relative_to(self._step_dir).as_posix(), size, digest)
 
     def _path(self, name: str) -> Path:
         relative = PurePosixPath(name)
@@ -141,8 +141,8 @@ class StepFiles:
             raise CallError(f"{name!r} is no name of a file inside a step")
         return self._directory / relative
 
-    def _failed(self, path: Path, error: OSError) -> WriteError:
-        self.failure = self.failure or WriteError(f"{path}: {reason(error)}")
+    def _failed(self, error: MilepostError) -> MilepostError:
+        self.failure = self.failure or error
         return self.failure
 
 
@@ -155,11 +155,6 @@ def _link(source: Path, path: Path) -> bool:
             return False
         raise
     return True
-
-
-def reason(error: OSError) -> str:
-    """Why a write of a step failed and what to do, in words."""
-    return disk_error(error, room="free some space, or keep fewer steps")
 
 
 def sync_directory(path: Path) -> None:

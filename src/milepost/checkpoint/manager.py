@@ -13,28 +13,28 @@ All ranks make the same calls. Whatever fails on one rank is raised on all.
 
 from __future__ import annotations
 
-import secrets
-import time
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from milepost.checkpoint import restore
-from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0, together
-from milepost.checkpoint.commit import SavedStep, StepRequest, agree, delete_step, sweep, write_step
+from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0, on_rank_0_at_length
+from milepost.checkpoint.commit import SavedStep, agree, mend_tracker, sweep
 from milepost.checkpoint.events import EventLog, interrupted_session, plain_json, read_events
-from milepost.checkpoint.files import sync_directory
+from milepost.checkpoint.fetching import fetch_named, fetch_newest
+from milepost.checkpoint.loading import Loader, Opened, Stateful
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
+from milepost.checkpoint.mirror import Mirror
+from milepost.checkpoint.pruning import carry_out, plan_prune
+from milepost.checkpoint.remote import Remote, url_of
 from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
-from milepost.checkpoint.retention import keep_last
-from milepost.checkpoint.steps import StepDir, judge, scan
+from milepost.checkpoint.retention import Retention
+from milepost.checkpoint.saver import PATIENCE, Saver, Saving
+from milepost.checkpoint.steps import StepDir
 from milepost.engines.base import Engine
-from milepost.errors import CallError, CheckpointError, ConfigError, MilepostError, MismatchError
-from milepost.index import TensorIndex
+from milepost.errors import CallError, CheckpointError, ConfigError, DamagedError, IncompleteError
 from milepost.jobs.merge import merge
 from milepost.jobs.prepare import prepare
 from milepost.wording import counted
@@ -43,26 +43,9 @@ T = TypeVar("T")
 CONTENTS = ("model", "optimizer", "extra")
 HF_MODEL = "hf_model"
 STATE_FORMAT = 1
+FETCHED = "fetched"  # folder of a run for a step that was named by its URL
 Parts = Callable[[Path | None, int | None], Sequence[Part]]
 """From a step's folder (None: a fresh start) and the number of ranks that saved it to what is restored of it."""
-
-
-class Stateful(Protocol):
-    """A part of the training state that is small and the same on all ranks: KL controller, data position."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state, as JSON knows it."""
-
-    def load_state_dict(self, state: Any, /) -> str | Sequence[str] | None:
-        """Take over a state. Returns sentences where it was not restored as it was saved, and why; else nothing."""
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A step that is about to be loaded: the index of each role, and trainer_state.json."""
-
-    indexes: Mapping[str, TensorIndex]
-    state: Mapping[str, Any]
 
 
 class CheckpointManager:
@@ -73,6 +56,7 @@ class CheckpointManager:
         roles: role -> its engine; the same on all ranks, in the same order.
         parts: name -> other state; rank 0's is saved, and every rank gets the same back.
         keep_last: how many committed steps stay, None for all. Steps of other programs are never deleted.
+        retention: more of what stays than `keep_last` can say; in its place.
         comm: how ranks talk; by default torch.distributed where it is initialised.
         events: the run's diary; only rank 0 writes to it.
         fingerprint: config key -> value; a resume says which have changed.
@@ -80,6 +64,11 @@ class CheckpointManager:
             in Hugging Face's form too.
         run_id: the same for all restarts of one run.
         attempt: how many restarts came before.
+        save_timeout: seconds after which a save is given up on all ranks, whatever the file system still does.
+        staging_limit: most bytes of memory, of each rank, for saves that do not block; what is beyond them is written
+            while training waits. None: as many as the rank's state has. All of it is used again by the next save.
+        remote: a URL (s3://bucket/run) to which every durable step is uploaded behind training's back, and from which
+            a start takes the newest whole step where it is newer than what lies in `root`.
     """
 
     def __init__(
@@ -89,6 +78,7 @@ class CheckpointManager:
         *,
         parts: Mapping[str, Stateful] | None = None,
         keep_last: int | None = None,
+        retention: Retention | None = None,
         comm: Communicator | None = None,
         events: EventLog | None = None,
         fingerprint: Mapping[str, str] | None = None,
@@ -96,30 +86,47 @@ class CheckpointManager:
         load_contents: Sequence[str] = CONTENTS,
         run_id: str = "",
         attempt: int = 0,
+        staging_limit: int | None = None,
+        save_timeout: float = PATIENCE,
+        remote: str | None = None,
     ) -> None:
         if not roles:
             raise CallError("a checkpoint needs at least one role")
-        if keep_last is not None and keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}: at least one step must stay; leave it out to keep all")
         self._root = Path(root)
         self._roles = dict(roles)
         self._parts = dict(parts or {})
-        self._keep_last = keep_last
+        self._retention = Retention(keep_last=keep_last) if retention is None else retention
         self._owns_comm = comm is None
-        self._comm = default_communicator() if comm is None else comm
+        # Ranks wait for one another longer than for their files, so that it is told which file it was.
+        self._comm = default_communicator(3 * save_timeout) if comm is None else comm
         self._events = events if self._comm.rank == 0 else None
         self._fingerprint = dict(fingerprint or {})
         self._notes = [
             *_check_contents("save_contents", save_contents),
             *_check_contents("load_contents", load_contents),
         ]
-        self._hf_model = HF_MODEL in save_contents
         self._run_id = run_id
         self._attempt = attempt
+        self._remote = remote
+        self._mirror: Mirror | None = None
         self._report: ResumeReport | None = None
-        self._keep_up_to: int | None = None
-        self._newest: StepDir | None = None
-        self._way_is_clear = False
+        self._loader = Loader(self._comm, self._roles, self._parts, self._fingerprint)
+        self._saver = Saver(
+            self._root,
+            self._roles,
+            self._comm,
+            self._events,
+            Saving(
+                contents=(*CONTENTS, HF_MODEL) if HF_MODEL in save_contents else CONTENTS,
+                run_id=run_id,
+                export_hf=_export_hf if HF_MODEL in save_contents else None,
+                staging_limit=staging_limit,
+                patience=save_timeout,
+                after_durable=self._after_durable,
+                make_way=self._make_way,
+            ),
+        )
+        self._closed = False
 
     @property
     def report(self) -> ResumeReport:
@@ -132,13 +139,13 @@ class CheckpointManager:
         """Restore the training state; returns its step, or None where training begins afresh. See `choose_start`.
 
         Everything is found to be whole and fitting before the first byte is loaded. In mode "auto" a step that turns
-        out to be bad is passed over for the next older one. Raises CheckpointError or CallError on all ranks.
+        out to be bad, then or while it is loaded, is passed over for the next older one. Raises CheckpointError or
+        CallError on all ranks.
         """
-        swept = self._enter(mode, path)
-        start, opened = self._find(mode, path)
-        parts, notes = (self._all_fresh(), []) if start.folder is None else self._restore(opened)
+        path, entered = self._enter(mode, path)
+        start, opened, parts, notes = self._load(mode, path)
         saved_world_size = next((index.world_size for index in opened.indexes.values()), None)
-        self._begin(mode, start, parts, swept, [*notes, *self._notes], saved_world_size)
+        self._begin(mode, start, parts, entered, [*notes, *self._notes], saved_world_size)
         return start.step
 
     def choose(self, mode: str, path: Path | None, parts: Parts) -> Path | None:
@@ -147,46 +154,54 @@ class CheckpointManager:
         parts: what it will restore, for the report; it may refuse the step. Returns the step's folder, or None for a
         fresh start.
         """
-        swept = self._enter(mode, path)
+        path, entered = self._enter(mode, path)
         start = on_rank_0(self._comm, lambda: self._choose(mode, path, {}))
         saved_world_size = on_rank_0(self._comm, lambda: _saved_world_size(start.folder))
-        self._begin(mode, start, parts(start.folder, saved_world_size), swept, [], saved_world_size)
+        self._begin(mode, start, parts(start.folder, saved_world_size), entered, [], saved_world_size)
         return start.folder
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
-        """Save the whole training state as this step; returns its folder once it is durable. All ranks call it.
+    def save(self, step: int, metrics: Mapping[str, float] | None = None, *, blocking: bool = True) -> Path:
+        """Save the whole training state as this step; returns its folder. All ranks call it.
+
+        blocking:  return once the step is durable. Else return once its state is taken, which no training can change
+            any more; the step appears in its folder as soon as it is durable, and the next save waits for it.
 
         A step that was saved already, or resumed from, is not saved twice. Raises MilepostError on all ranks and leaves
-        what was there untouched: WriteError where a disk refuses.
+        what was there untouched: WriteError where a disk refuses. What kept the step before from becoming durable is
+        raised too, once this one is on its way; and so is, as UploadError, what kept an earlier one from `remote`.
         """
-        self._comm.meet("save")
-        agree(self._comm, self._root, step=step, roles=list(self._roles), hf_model=self._hf_model)
-        if self._newest is not None and step == self._newest.step:
-            return self._newest.path
-        self._check_step(step)
-        self._write_event("save_requested", step=step)
-        begun = time.monotonic()
-        request = StepRequest(
-            root=self._root,
-            step=step,
-            roles=self._roles,
-            contents=(*CONTENTS, HF_MODEL) if self._hf_model else CONTENTS,
-            state=lambda: self._state(step, metrics or {}),
-            run_id=self._run_id,
-            export_hf=_export_hf if self._hf_model else None,
-            make_way=lambda: self._set_aside(step),
-        )
-        try:
-            saved = write_step(request, self._comm)
-        except MilepostError as error:
-            self._write_event("save_failed", step=step, error=str(error))
-            raise
-        self._newest = StepDir(step, saved.path)
-        self._committed(step, saved, time.monotonic() - begun)
-        return saved.path
+        folder = self._saver.save(step, lambda: self._state(step, metrics or {}), blocking=blocking)
+        self._check_uploads()
+        return folder
 
-    def close(self) -> None:
-        """Give back what the manager holds. Saved steps are durable already."""
+    def poll(self) -> tuple[SavedStep, ...]:
+        """The steps that have become durable since the last call, with their figures; never waits for the disk. All
+        ranks call it. Raises, on all ranks, what kept a step from becoming durable."""
+        self._check_uploads()
+        return self._saver.poll()
+
+    def wait(self) -> None:
+        """Return once no step is on its way to the disk. All ranks call it; raises as `poll` does."""
+        self._saver.wait()
+
+    def linger(self, seconds: float) -> bool:
+        """Give a step that is on its way so many seconds, where this rank is about to end and others may be gone.
+        Returns whether none is on its way any more."""
+        return self._saver.linger(seconds)
+
+    def close(self, reason: str = "done", **about: Any) -> None:
+        """The run is over: wait for the step that is on its way, note the end in the diary, and give back what the
+        manager holds. Raises, on all ranks, what kept that step from becoming durable.
+
+        reason, about:  what the diary is to say of the end
+        """
+        self._saver.close()
+        if self._remote is not None and not self._closed:
+            on_rank_0_at_length(self._comm, self._drain)
+        if not self._closed:
+            newest = None if self._saver.newest is None else self._saver.newest.step
+            self._write_event("stop", **{"reason": reason, "step": newest, **about})
+        self._closed = True
         if self._owns_comm:
             self._comm.close()
 
@@ -199,21 +214,31 @@ class CheckpointManager:
         # After an error other ranks may be gone, and giving back what is shared with them could wait for ever.
         if error is None:
             self.close()
+        elif isinstance(error, Exception) and not self._closed:
+            self._closed = True
+            self._write_event("stop", reason="error", error=str(error) or type(error).__name__)
 
     # Resuming
 
-    def _enter(self, mode: str, path: Path | None) -> list[str]:
-        """All ranks are here and mean the same; what killed saves have left is gone, and named."""
+    def _enter(self, mode: str, path: Path | None) -> tuple[Path | None, list[str]]:
+        """All ranks are here and mean the same; what killed saves have left is gone, and told of; what lies only at a
+        URL is here. Returns the path to resume from, and notes for the report."""
         self._comm.meet("resume")
+        self._saver.wait()
         agree(self._comm, self._root, resume_mode=mode, resume_from_path=path, roles=list(self._roles))
-        return on_rank_0(self._comm, lambda: sweep(self._root))
+        swept = on_rank_0(self._comm, lambda: sweep(self._root))
+        notes = [f"removed {name}, left by a save that was killed" for name in swept]
+        if self._remote is None and (path is None or url_of(path) is None):
+            return path, notes
+        path, told = on_rank_0_at_length(self._comm, lambda: self._bring(mode, path))
+        return path, [*notes, *told]
 
     def _begin(
         self,
         mode: str,
         start: Start,
         parts: Sequence[Part],
-        swept: Sequence[str],
+        entered: Sequence[str],
         notes: Sequence[str],
         saved_world_size: int | None,
     ) -> None:
@@ -221,12 +246,17 @@ class CheckpointManager:
         all_notes = [
             *start.notes,
             *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
-            *(f"removed {name}, left by a save that was killed" for name in swept),
+            *entered,
             *notes,
         ]
-        self._keep_up_to = start.keep_up_to
+        newest = None
         if start.folder is not None and start.keep_up_to == start.step:
-            self._newest = StepDir(start.step, start.folder)
+            newest = StepDir(start.step, start.folder)
+            if self._comm.rank == 0:
+                mend_tracker(self._root, start.step)
+        self._saver.begin(start.keep_up_to, newest)
+        if self._remote is not None and self._comm.rank == 0:
+            self._mirrored().begin(start.keep_up_to)
         self._report = ResumeReport(
             mode=mode,
             root=self._root,
@@ -239,20 +269,25 @@ class CheckpointManager:
             world_size=self._comm.world_size,
             saved_world_size=saved_world_size,
         )
-        self._write_event("resume", **self._report.as_event())
+        self._write_event("resume", **self._report.as_event(), retention=self._retention.as_json())
 
-    def _find(self, mode: str, path: Path | None) -> tuple[Start, _Opened]:
-        """The step to go on from, opened: headers and small state of all roles are read before anything is loaded."""
+    def _load(self, mode: str, path: Path | None) -> tuple[Start, Opened, list[Part], list[str]]:
+        """The step to go on from, loaded. Headers and small state of all roles are read before anything is; where some
+        of the rest cannot be read after all, everything is loaded anew, from an older step."""
         bad: dict[Path, str] = {}
         while True:
             start = on_rank_0(self._comm, lambda: self._choose(mode, path, bad))
             folder = start.folder
             if folder is None:
-                return start, _Opened({}, {})
+                return start, Opened({}, {}), self._loader.all_fresh(), []
+            opened = None
             try:
-                return start, _on_all(self._comm, partial(_open, folder, self._roles))
+                opened = self._loader.open(folder)
+                parts, notes = self._loader.restore(opened)
+                return start, opened, parts, notes
             except CheckpointError as error:
-                if folder == path:
+                another = isinstance(error, DamagedError | IncompleteError) or opened is None
+                if folder == path or not another:
                     raise
                 bad[folder] = str(error)
 
@@ -261,57 +296,16 @@ class CheckpointManager:
             self._root, mode, path, self._roles, run_id=self._run_id, attempt=self._attempt, without=bad
         )
 
-    def _restore(self, opened: _Opened) -> tuple[list[Part], list[str]]:
-        """Compare everything, then load everything."""
-        state, indexes = opened.state, opened.indexes
-        fits = _on_all(
-            self._comm,
-            lambda: {role: restore.fit(role, indexes[role], engine.tensors()) for role, engine in self._roles.items()},
-        )
-        remarks = together(
-            self._comm, lambda: {role: restore.fill(fits[role], engine) for role, engine in self._roles.items()}
-        )
-        # Apart, since ranks meet in it: none may be there while another could not read its part.
-        together(self._comm, self._finish_load)
-        parts: list[Part] = []
-        notes: list[str] = []
-        for role, engine in self._roles.items():
-            parts += restore.role_parts(fits[role], engine, _of_all_ranks([said[role] for said in remarks]))
-        saved = state.get("parts") or {}
-        together(self._comm, lambda: parts.extend(self._restore_parts(saved)))
-        if "fingerprint" in state:
-            changed = restore.changes(state["fingerprint"], self._fingerprint)
-            notes += [f"the config has changed: {changed}"] if changed else []
-        return parts, notes
-
-    def _finish_load(self) -> None:
-        for engine in self._roles.values():
-            engine.finish_load()
-
-    def _restore_parts(self, saved: Mapping[str, Any]) -> list[Part]:
-        parts = []
-        for name, part in self._parts.items():
-            if name not in saved:
-                parts.append(Part(name, "fresh", restore.NOT_SAVED))
-                continue
-            try:
-                said = part.load_state_dict(saved[name])
-            except Exception as error:
-                raise MismatchError(f"{name}: its saved state cannot be taken over ({error})") from error
-            why = said if isinstance(said, str) else "; ".join(said or ())
-            parts.append(Part(name, "fresh" if why else "restored", why))
-        return parts + [Part(name, "skipped", restore.NO_PLACE) for name in saved if name not in self._parts]
-
-    def _all_fresh(self) -> list[Part]:
-        parts = [part for role, engine in self._roles.items() for part in restore.fresh_parts(role, engine)]
-        return parts + [Part(name, "fresh") for name in self._parts]
-
     def _see_kill(self, start: Start, mode: str) -> list[str]:
         """Note, on rank 0, that the session before was killed; the line for the report."""
         if self._events is None:
             return []
+        try:
+            events = read_events(self._events.path)
+        except OSError as error:
+            return [f"{self._events.path} cannot be read ({error.strerror}): how the session before ended is not known"]
         # Where the user chose the start, what lies between is no loss.
-        killed = interrupted_session(read_events(self._events.path), (start.step or 0) if mode == "auto" else None)
+        killed = interrupted_session(events, (start.step or 0) if mode == "auto" else None)
         if killed is None:
             return []
         self._events.write("kill_seen", **asdict(killed))
@@ -319,17 +313,6 @@ class CheckpointManager:
         return [f"the session before was killed after step {killed.last_step}: {lost}"]
 
     # Saving
-
-    def _check_step(self, step: int) -> None:
-        if self._keep_up_to is None:
-            if on_rank_0(self._comm, lambda: bool(scan(self._root))):
-                raise CallError(
-                    f"{self._root} holds steps already: call resume() before the first save, "
-                    "in mode disable to begin anew"
-                )
-            self._keep_up_to = 0
-        if self._newest is not None and step < self._newest.step:
-            raise CallError(f"step {step} cannot be saved after step {self._newest.step}: steps only go forward")
 
     def _state(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
@@ -340,41 +323,57 @@ class CheckpointManager:
             "fingerprint": self._fingerprint,
         }
 
-    def _set_aside(self, step: int) -> None:
-        """Before the first step of this session appears: move away the steps of a history that it does not go on with.
+    def _after_durable(self, saved: SavedStep) -> None:
+        """Rank 0, once a step is durable, in the thread that saved it: retention, from what the disk holds."""
+        self._prune({saved.step: True})
+        if self._remote is not None:
+            self._mirrored().durable(saved.step)
 
-        Left where they are, the newest of them would be what the next start resumes from.
-        """
-        if self._way_is_clear:
+    def _drain(self) -> None:
+        """On rank 0: all that is to be uploaded is, or has failed; what stayed for that goes."""
+        if self._mirror is not None:
+            try:
+                self._mirror.close()
+            finally:
+                self._prune({})
+
+    def _prune(self, whole: dict[int, bool]) -> None:
+        if self._retention.keeps_all:
             return
-        others = [found.path for found in scan(self._root) if found.step > (self._keep_up_to or 0)]
-        if others:
-            into = self._root / f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{secrets.token_hex(2)}"
-            into.mkdir()
-            for folder in others:
-                folder.rename(into / folder.name)
-            sync_directory(into)
-            self._write_event("set_aside", step=step, folders=[folder.name for folder in others], into=into.name)
-        self._way_is_clear = True
+        with contextlib.nullcontext() if self._mirror is None else self._mirror.holding() as uploading:
+            carry_out(plan_prune(self._root, self._retention, whole=whole), spare=uploading)
 
-    def _committed(self, step: int, saved: SavedStep, seconds: float) -> None:
-        """Rank 0, once a step is durable: the diary, then retention, from what the disk holds."""
-        self._write_event("save_durable", step=step, bytes=saved.nbytes, seconds=seconds, folder=saved.path.name)
-        if self._comm.rank == 0 and self._keep_last is not None:
-            own = {found.step: found.path for found in scan(self._root) if (found.path / MANIFEST).exists()}
-            for old in keep_last(own, self._keep_last, lambda kept: kept == step or judge(own[kept]).good):
-                delete_step(own[old])
+    # A second place
+
+    def _mirrored(self) -> Mirror:
+        """On rank 0, where steps are uploaded too."""
+        if self._mirror is None:
+            assert self._remote is not None
+            self._mirror = Mirror(Remote(self._remote), self._root, self._retention, self._events)
+        return self._mirror
+
+    def _bring(self, mode: str, path: Path | None) -> tuple[Path | None, list[str]]:
+        """On rank 0, before a start is chosen: bring here what lies only at a URL. Returns the path to resume from, and
+        notes for the report."""
+        if mode == "resume_path" and path is not None and url_of(path) is not None:
+            return fetch_named(str(url_of(path)), self._root / FETCHED), []
+        if self._remote is None or (mode != "auto" and not (self._attempt and self._run_id)):
+            return path, []
+        run_id = "" if mode == "auto" else self._run_id
+        return path, fetch_newest(self._mirrored().remote, self._root, self._roles, run_id=run_id)
+
+    def _make_way(self, keep_up_to: int) -> None:
+        if self._remote is not None:
+            self._mirrored().make_way(keep_up_to)
+
+    def _check_uploads(self) -> None:
+        """Raise, on all ranks, what kept a step from being uploaded."""
+        if self._remote is not None:
+            on_rank_0(self._comm, lambda: None if self._mirror is None else self._mirror.check())
 
     def _write_event(self, event: str, **fields: Any) -> None:
         if self._events is not None:
             self._events.write(event, **fields)
-
-
-def _open(folder: Path, roles: Mapping[str, Engine]) -> _Opened:
-    indexes = {role: restore.open_for(folder / role, engine.tensors()) for role, engine in roles.items()}
-    for index in indexes.values():
-        dict(index.objects)  # read when first asked for: a damaged file must show now
-    return _Opened(indexes, restore.read_state(folder))
 
 
 def _saved_world_size(step_dir: Path | None) -> int | None:
@@ -382,26 +381,6 @@ def _saved_world_size(step_dir: Path | None) -> int | None:
     if step_dir is None or not (step_dir / MANIFEST).exists():
         return None
     return read_manifest(step_dir).world_size
-
-
-def _on_all(comm: Communicator, act: Callable[[], T]) -> T:
-    """Do `act` on every rank and keep each rank's own result; if any raises, all raise."""
-    results: list[T] = []
-    together(comm, lambda: results.append(act()))
-    return results[0]
-
-
-def _of_all_ranks(remarks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The remarks of all ranks on each part, each once; one that not all made, with the ranks that did."""
-    speakers: dict[tuple[str, str], list[int]] = {}
-    for rank, said in enumerate(remarks):
-        for part, why in said.items():
-            speakers.setdefault((part, why), []).append(rank)
-    joined: dict[str, list[str]] = {}
-    for (part, why), ranks in speakers.items():
-        some = "" if len(ranks) == len(remarks) else f" (rank {', '.join(map(str, ranks))})"
-        joined.setdefault(part, []).append(why + some)
-    return {part: "; ".join(reasons) for part, reasons in joined.items()}
 
 
 def _check_contents(option: str, contents: Sequence[str]) -> list[str]:

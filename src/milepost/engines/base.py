@@ -47,12 +47,16 @@ class RoleFiles(Protocol):
         """The role's directory inside the step that is being written."""
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a new file of that relative name for writing. Its bytes are counted and hashed as they pass, and it is
-        flushed to disk before the context ends."""
+        """Open a new file of that relative name for writing. Its bytes are copied, counted and hashed as they pass; it
+        is on the disk when the save is."""
+
+    def save(self, name: str, state: Any) -> None:
+        """Write an object into a new file as torch.save does, by one copy of its tensors, after which it may change.
+        For whatever is large: a save that does not block makes nothing but this copy while training waits."""
 
     def adopt(self, source: Path, name: str) -> None:
         """Take a finished file, which another program wrote, into the role's directory under that relative name. It is
-        read once, for its checksum, and flushed to disk."""
+        read once, for its checksum, and flushed to disk. Training has waited for it to be written."""
 
 
 class Engine(Protocol):
@@ -168,6 +172,20 @@ class PipelinedModel(Protocol):
     def forward_only(self, batches: Sequence[Inputs], function: Callable[[int, Outputs], Any]) -> list[Any]:
         """`function` of the number and the outputs of every micro-batch, without gradients, on every rank. It is called
         where the last part of the model is."""
+
+    def remembering(self, rows: int, width: int, more: int) -> AbstractContextManager[Any]:
+        """Room for what a model keeps of `rows` sequences: prompts of `width` tokens and `more` tokens behind them."""
+
+    def forward_next(
+        self, memory: Any, ids: torch.Tensor, mask: torch.Tensor, function: Callable[[int, Outputs], Any]
+    ) -> Any:
+        """`function` of what comes behind the last of all tokens so far, [B, 1, vocab_size], on every rank; see
+        `forward_only`.
+
+        memory:  of `remembering`
+        ids:     [B, n], at first the prompts, padded on the left; then the token that came behind each
+        mask:    [B, S] of all tokens so far, 1 for real ones
+        """
 
     def one_of_peers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Inside of such a function: of the values that the ranks have on which it is called, those of one of them."""

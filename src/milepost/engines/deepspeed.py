@@ -268,8 +268,7 @@ class _Writer:
         """One file of DeepSpeed's, under the name that it has in the directory."""
         if self._failure is None:
             try:
-                with self._files.create(Path(path).relative_to(self._scratch).as_posix()) as file:
-                    torch.save(state_dict, file)
+                self._files.save(Path(path).relative_to(self._scratch).as_posix(), state_dict)
             except Exception as error:  # noqa: BLE001  raised again by `finish`
                 self._failure = error
 

@@ -156,8 +156,7 @@ class FsdpEngine:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         contents["extra_state"] = {"lr_scheduler": scheduler, "rng": rng.capture()}
         for kind, state in contents.items():
-            with files.create(rank_file(kind, self.world_size, self.rank)) as file:
-                torch.save(state, file)
+            files.save(rank_file(kind, self.world_size, self.rank), state)
         if self.rank == 0:
             with files.create(CONFIG_FILE) as file:
                 file.write(config_text(self.world_size).encode())
