@@ -30,7 +30,8 @@ from making import HALF_B, TINY, Shape
 from safetensors.torch import load_file, save_file
 
 import milepost
-from milepost.engines.megatron_model import Parallel, build_chunks, start
+from milepost.engines.megatron_model import build_chunks
+from milepost.engines.megatron_parallel import Parallel, start
 from milepost.engines.megatron_state import live_tensors
 from milepost.layouts.huggingface import read_config
 from milepost.mapping import expected
@@ -111,8 +112,6 @@ def table(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def rank_main(name: str, model: Path, out: Path, rounds: int) -> None:
     """What each rank does: build the model once, then load it again and again."""
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # megatron.py here is not the package
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dist.init_process_group("gloo")

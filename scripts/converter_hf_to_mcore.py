@@ -13,7 +13,16 @@ from milepost.cli.app import run
 from milepost.errors import MilepostError
 from milepost.jobs.convert import ConvertOptions, check_written, prepare_conversion
 
-_ALONE = ("--use_cpu_initialization", "--test", "--trust_remote_code", "--overwrite", "--json", "--quiet", "--help")
+_ALONE = (
+    "--use_cpu_initialization",
+    "--test",
+    "--trust_remote_code",
+    "--separate_layers",
+    "--overwrite",
+    "--json",
+    "--quiet",
+    "--help",
+)
 _DTYPE = "bf16"
 
 

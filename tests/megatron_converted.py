@@ -3,9 +3,15 @@ model. In real processes; a module of its own, so that ranks load no pytest."""
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_cpu
 import torch
@@ -14,7 +20,9 @@ from megatron_checkpoints import PADDED
 from megatron_models import PADDING, Parallel, build, fill
 
 import milepost
-from milepost.errors import MismatchError
+from milepost.checkpoint import passing
+from milepost.engines.megatron_dist import write_dist
+from milepost.errors import MilepostError, MismatchError
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Case:
     logits:  whether they are compared with transformers'
     half:    whether Megatron's weights are bfloat16, so that values are cast on the way
     source:  the model whose directory is loaded, where it is not the one that is built: a policy's for its critic
+    apart:   whether Megatron asks for tensors of single layers, and the converter was told so
     """
 
     model: str
@@ -31,6 +40,12 @@ class Case:
     logits: bool = True
     half: bool = False
     source: str = ""
+    apart: bool = False
+
+    @property
+    def converted(self) -> str:
+        """Name of the folder that the model was converted into."""
+        return f"{self.model}-apart" if self.apart else self.model
 
 
 CASES = (
@@ -39,6 +54,7 @@ CASES = (
     Case("llama", Parallel(pp=2, vpp=2), logits=False),
     Case("qwen2", Parallel(pp=2)),
     Case("qwen3", Parallel(tp=2, pp=2)),
+    Case("gemma", Parallel(tp=2)),
     Case("mixtral", Parallel(ep=2)),
     Case("qwen2_moe", Parallel(tp=2, ep=2, etp=1)),
     Case("qwen3_moe", Parallel(pp=2, ep=2)),
@@ -46,6 +62,8 @@ CASES = (
     Case("critic", Parallel(tp=2, pp=2), logits=False),
     Case("qwen3_moe", Parallel(tp=2, ep=2, etp=1), logits=False, half=True),
     Case("critic", Parallel(tp=2, pp=2), logits=False, source="llama"),
+    Case("llama", Parallel(pp=2, vpp=2), logits=False, apart=True),
+    Case("mixtral", Parallel(tp=2, ep=2, etp=1), logits=False, apart=True),
 )
 
 
@@ -60,22 +78,107 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"intermediate_size": 12}, "gate_proj.weight of shape [24, 16], config.json asks for shape [12, 16]"),
     ("llama", {"vocab_size": 80}, "the model has room for 64 words, config.json says 80"),
     ("llama", {"attention_bias": True}, "q_proj.bias and 15 more, which the model has no place for"),
-    ("llama", {"model_type": "gemma"}, "a model of type gemma"),
+    ("llama", {"model_type": "olmo2"}, "a model of type olmo2"),
+    ("llama", {"model_type": "gemma"}, "norms of the model multiply by weight, those of a gemma do not"),
     ("mixtral", {"num_local_experts": 8}, "the model has 4 experts, config.json says 8"),
     ("qwen2", {"tie_word_embeddings": False}, "the model's output layer is its embedding"),
 )
 """Model, what another config.json says, and what a user should hear of."""
 
 
+BROKEN = (
+    ("llama", Parallel(tp=2, pp=2)),
+    ("qwen2_moe", Parallel(tp=2, ep=2, etp=1)),
+    ("mixtral", Parallel(ep=2)),
+)
+"""Models and layouts under which ranks pass on what rank 0 sends: to none, in data-parallel groups, and in other groups
+for experts than for the rest."""
+BROKEN_AFTER = (0, 10)
+BROKEN_RANKS = (0, 3)
+
+
 def load_all(models: str, converted: str, wrong: str) -> dict[str, Any]:
     """Called on four ranks. Returns what this rank found: of each case, and of each config.json in `wrong`."""
     megatron_cpu.install()
     torch.set_grad_enabled(False)
-    found = [_load(Path(models), Path(converted) / case.model, case) for case in CASES]
+    found = [_load(Path(models), Path(converted) / case.converted, case) for case in CASES]
     said = _refused(Path(models), Path(wrong))
-    megatron_cpu.end_saver()
+    broken = [_broken(Path(models) / model, Path(wrong) / "broken", at) for model, at in BROKEN]
+    full = _full(Path(models) / "llama", Path(wrong))
     sizes = {case.model: _size(Path(models) / case.model) for case in CASES}
-    return {"cases": found, "refused": said, "sizes": sizes}
+    return {"cases": found, "refused": said, "sizes": sizes, "broken": broken, "full": full}
+
+
+def _broken(model: Path, copy: Path, at: Parallel) -> list[str]:
+    """What a broadcast says on this rank when the file on rank 0 becomes shorter while it is read, at the first window
+    or at a later one; and when a rank cannot keep what came: the first, the last."""
+    _, chunks = _made(model, at)
+    wanted = passing.read_as
+    said = []
+    for after in BROKEN_AFTER:
+        read = iter(range(1 << 20))
+
+        def reads(*window: Any, read: Any = read, after: int = after) -> Any:
+            if next(read) == after:
+                os.truncate(copy / "model.safetensors", 8)
+            return wanted(*window)
+
+        if dist.get_rank() == 0:
+            shutil.copytree(model, copy)
+        with patch.object(passing, "read_as", reads):
+            said.append(_said(chunks, copy if dist.get_rank() == 0 else Path("/nowhere")))
+        if dist.get_rank() == 0:
+            shutil.rmtree(copy)
+    for failing in BROKEN_RANKS:
+        fails = failing == dist.get_rank()
+        with patch.object(passing.LiveSink, "places", _no_memory if fails else passing.LiveSink.places):
+            said.append(_said(chunks, model if dist.get_rank() == 0 else Path("/nowhere")))
+    return said
+
+
+def _full(model: Path, root: Path) -> dict[str, str]:
+    """What this rank hears when a dist checkpoint is written where one rank's disk takes no more: the kernel refuses
+    files above a size. And the last time when all is well."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    _, (chunk,) = _made(model, Parallel(tp=2, pp=2))
+    rank, said = dist.get_rank(), {}
+    (root / "there").mkdir(exist_ok=True)
+    for name, failing, limit in (
+        ("weights", 3, 1 << 12), ("common", 0, 10), ("table", 0, None), ("there", 0, None), ("good", None, None)
+    ):  # fmt: skip
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state = {"model": chunk.sharded_state_dict(metadata=metadata), "iteration": 7}
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if failing == rank and limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        with patch.object(
+            FileSystemWriterAsync, "finish", _no_space if name == "table" else FileSystemWriterAsync.finish
+        ):
+            said[name] = _words(lambda state=state, name=name: write_dist(state, root / name))
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return said
+
+
+def _no_space(writer: Any, *_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(writer.checkpoint_dir))
+
+
+def _no_memory(*_: Any) -> Any:
+    raise MemoryError("no room for this window")
+
+
+def _said(chunks: list[Any], model: Path) -> str:
+    return _words(lambda: milepost.load_pretrained(chunks, model, method="broadcast"))
+
+
+def _words(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except MilepostError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
 
 
 def _size(model: Path) -> int:
@@ -123,7 +226,7 @@ def _load(models: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
                 parameter.fill_(float("nan"))
     if case.source:
         return found
-    _load_as_megatron(ours, checkpoint)
+    _load_as_megatron(ours, checkpoint, apart=case.apart)
     padded = [
         bool(value[other == PADDING].any())
         for mine, theirs in zip(ours, filled, strict=True)
@@ -132,11 +235,12 @@ def _load(models: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
     return {**found, "megatron": _differing(ours, filled), "padded": any(padded), "logits": _logits(ours, model, case)}
 
 
-def _load_as_megatron(chunks: list[Any], checkpoint: Path) -> None:
+def _load_as_megatron(chunks: list[Any], checkpoint: Path, *, apart: bool) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     names = [f"model{n}" for n in range(len(chunks))] if len(chunks) > 1 else ["model"]
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": apart}
     wanted = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     loaded = dist_checkpointing.load(wanted, str(checkpoint))
     for name, chunk in zip(names, chunks, strict=True):
@@ -179,7 +283,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(chunks: list[Any], directory: Path, case: Case) -> float | None:
-    """The largest difference of Megatron's logits from those of transformers."""
+    """The largest difference of Megatron's logits from those of transformers, as a share of the largest logit."""
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
@@ -197,4 +301,5 @@ def _logits(chunks: list[Any], directory: Path, case: Case) -> float | None:
         dist.send(out.contiguous(), state.get_pipeline_model_parallel_next_rank())
         return None
     ours = gather_from_tensor_model_parallel_region(out)[..., :33]
-    return float((ours - torch.load(directory / "logits.pt")).abs().max())
+    wanted = torch.load(directory / "logits.pt")
+    return float((ours - wanted).abs().max() / wanted.abs().max().clamp(min=1))

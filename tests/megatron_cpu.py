@@ -5,10 +5,11 @@ Only for processes of tests; nothing here is undone. Facts: megatron-core 0.16.1
 
 from __future__ import annotations
 
+import queue
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -24,41 +25,56 @@ def install() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # without Transformer Engine these two name what was never defined
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+    # grouped experts are made and saved here, not computed with
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
 
 
 def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None) -> Any:
-    """Megatron's process groups of these sizes over all ranks, in place of any before."""
+    """Megatron's process groups of these sizes over all ranks, in place of any before. Megatron makes dozens, and most
+    of the time goes into that, so they are made once."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
-    for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
-        dist.destroy_process_group(group)  # each has threads of its own, and Megatron makes dozens
-    parallel_state.initialize_model_parallel(
-        tp,
-        pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
+    sizes = (tp, pp, vpp, ep, etp)
+    if sizes not in _GROUPS:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            create_gloo_process_groups=False,  # beside the others, which are gloo's there already
+        )
+        _GROUPS[sizes] = {
+            name: value
+            for name, value in vars(parallel_state).items()
+            if name.startswith("_") and not name.startswith("__") and not callable(value)
+        }
+    vars(parallel_state).update(_GROUPS[sizes])
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     return parallel_state
 
 
-def end_saver() -> None:
-    """End the process in which Megatron's saver keeps its results: it would outlive a rank that is killed."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+_GROUPS: dict[Any, dict[str, Any]] = {}
 
-    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
-    if queue is not None:
-        queue._manager.shutdown()
+
+def save(content: dict[str, Any], directory: Path) -> None:
+    """Megatron's own saver, with one writer a rank and no process that keeps its results: it forks a process for each
+    writer, and what one costs in time is most of a small save."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(content, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
 
 
 def latent_core_attention() -> type:

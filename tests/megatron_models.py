@@ -7,6 +7,7 @@ How a weight of one is made of weights of the other is written here anew, in tor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import megatron_cpu
@@ -30,13 +31,15 @@ class Parallel:
     first: int | None = None
 
 
-def build(hf: Any, at: Parallel, padded: int, *, value: bool = False) -> list[torch.nn.Module]:
-    """The model chunks of this rank. hf: transformers' config; padded: rows of embedding and output layer."""
+def build(hf: Any, at: Parallel, padded: int, *, value: bool = False, grouped: bool = False) -> list[torch.nn.Module]:
+    """The model chunks of this rank. hf: transformers' config; padded: rows of embedding and output layer; grouped:
+    whether the experts of a rank lie in one tensor (GroupedMLP)."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     config = _config(hf, at)
+    config.moe_grouped_gemm = grouped
     chunks = []
     for stage in range(at.vpp or 1):
         vp = stage if at.vpp else None
@@ -45,6 +48,10 @@ def build(hf: Any, at: Parallel, padded: int, *, value: bool = False) -> list[to
         if hf.model_type == "deepseek_v3":
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = megatron_cpu.latent_core_attention()
+        if hf.model_type == "gemma":
+            spec.layer_norm = ZeroCentredNorm
+            for layer in spec.layer_specs:
+                layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCentredNorm
         model = GPTModel(
             config,
             spec,
@@ -57,10 +64,22 @@ def build(hf: Any, at: Parallel, padded: int, *, value: bool = False) -> list[to
             share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and not value,
             vp_stage=vp,
         )
+        if hf.model_type == "gemma" and model.pre_process:
+            model.embedding.register_forward_hook(lambda _, __, out: out * hf.hidden_size**0.5)
         if value and model.post_process:
             model.output_layer = ValueHead(hf.hidden_size, 1, bias=False)
         chunks.append(model.eval())
     return chunks
+
+
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """What `layernorm_zero_centered_gamma` means; Megatron's own norms of torch do not have it."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
 class ValueHead(torch.nn.Linear):
@@ -117,6 +136,8 @@ def _config(hf: Any, at: Parallel) -> Any:
             "moe_router_load_balancing_type": "none",
             "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True) and kind != "mixtral",
         }
+    if kind == "gemma":
+        options |= {"layernorm_zero_centered_gamma": True, "activation_func": partial(F.gelu, approximate="tanh")}
     if kind == "qwen2_moe":
         options |= {
             "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
@@ -228,14 +249,23 @@ def local(name: str, hf: Any, w: Weights, padded: int) -> torch.Tensor:
         return gated(f"{mlp}.{shared}", "gate_proj", "up_proj")
     if rest == "mlp.shared_experts.linear_fc2.weight":
         return cut(w[f"{mlp}.{shared}.down_proj.weight"], 1)
-    _, _, _, own, which, _ = rest.split(".")  # mlp.experts.local_experts.E.linear_fcN.weight
     total = getattr(hf, "num_experts", None) or hf.num_local_experts
-    expert = int(own) + state.get_expert_model_parallel_rank() * (total // state.get_expert_model_parallel_world_size())
-    inside = f"{moe}.experts.{expert}"
+    count = total // state.get_expert_model_parallel_world_size()
+    first = state.get_expert_model_parallel_rank() * count
     gate, up, down = ("w1", "w3", "w2") if hf.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if which == "linear_fc1":
-        return gated(inside, gate, up, etp, etp_rank)
-    return cut(w[f"{inside}.{down}.weight"], 1, etp, etp_rank)
+
+    def of_expert(own: int, which: str) -> torch.Tensor:
+        inside = f"{moe}.experts.{first + own}"
+        if which == "linear_fc1":
+            return gated(inside, gate, up, etp, etp_rank)
+        return cut(w[f"{inside}.{down}.weight"], 1, etp, etp_rank)
+
+    if rest.startswith("mlp.experts.weight"):
+        # read in its forward as [experts, hidden, width] and [experts, width, hidden]
+        matrices = torch.stack([of_expert(own, f"linear_fc{rest[-1]}").T for own in range(count)])
+        return matrices.view(hf.hidden_size, -1) if rest[-1] == "1" else matrices.view(-1, hf.hidden_size)
+    _, _, _, own, which, _ = rest.split(".")  # mlp.experts.local_experts.E.linear_fcN.weight
+    return of_expert(int(own), which)
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:

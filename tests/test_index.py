@@ -184,6 +184,41 @@ def test_a_strided_read_uses_little_memory_whatever_the_strides(
         assert sum(buffers) <= (stored.nbytes if box.sizes[0] < rows else 4 * bits.nbytes)
 
 
+@pytest.mark.parametrize(
+    ("columns", "taken", "read"),
+    [
+        pytest.param(4096, 2048, 2048, id="a gap of a page and more is left out"),
+        pytest.param(4094, 2047, 4094, id="a smaller one is read with its rows"),
+        pytest.param(1 << 18, 1 << 17, 1 << 17, id="rows longer than what is read at once"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_a_matrix_cut_by_columns_no_more_is_read_than_its_part(
+    columns: int, taken: int, read: int, turned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Elements of 2 bytes; `read`: elements of each row but the last, of which nothing behind the part is read."""
+    rows = 5
+    stored = np.random.default_rng(0).integers(1 << 16, size=(rows, columns), dtype=np.uint16)
+    path = tmp_path / "f"
+    stored.tofile(path)
+    asked: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, parts: list[memoryview], offset: int) -> int:
+        asked.append(sum(len(part) for part in parts))
+        return preadv(fd, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    whole = Chunk(Box.whole((rows, columns)), ByteSource(str(path), 0, (columns, 1)))
+    chunk = whole.narrow(Box((0, columns - taken), (rows, taken)), "bfloat16")
+    if turned:
+        chunk = Chunk(Box((0, 0), (taken, rows)), ByteSource(str(path), chunk.source.offset, (1, columns)))
+    with path.open("rb") as file:
+        bits = read_chunk(file.fileno(), chunk, "bfloat16")
+    assert np.array_equal(bits.T if turned else bits, stored[:, columns - taken :])
+    assert sum(asked) == 2 * ((rows - 1) * read + taken)
+
+
 def test_an_expanded_view_reads_its_one_element_many_times(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(np.array([1.0, 2.0], np.float32).tobytes())

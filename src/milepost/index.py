@@ -322,8 +322,9 @@ def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
 def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
     """Read the elements of `chunk` from its open file: an array of bit patterns, shape `chunk.box.sizes`.
 
-    Elements that do not lie in one run are gathered from runs that cover them, of at most `_STRIDED_READ` elements, so
-    the memory used beside the result is bounded whatever the strides are.
+    Elements that do not lie in one run are gathered from runs that cover them: a gap of `_GAP` bytes and more between
+    them is not read, a smaller one is. The memory used beside the result is that of `_STRIDED_READ` elements at most,
+    whatever the strides are.
     """
     out = np.empty(chunk.box.sizes, bits_dtype(dtype))
     if not out.size:
@@ -340,29 +341,49 @@ def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
 
 
 _STRIDED_READ = 1 << 17  # elements
-_SPARSE_READ = 1 << 15  # elements; to read so many costs no more than the call and its bookkeeping do
+_GAP = 1 << 12
+"""Bytes. Below that nothing is saved: disks and page caches move whole pages, and a call costs more than the copy."""
 
 
 def _read_strided(fd: int, out: Bits, strides: Shape, offset: int, file: str) -> None:
-    span = 1 + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
-    if span <= _SPARSE_READ or span <= min(_STRIDED_READ, 4 * out.size):
-        buffer = np.empty(span, out.dtype)
-        read_exactly(fd, buffer.data.cast("B"), offset, file)
-        out[...] = np.lib.stride_tricks.as_strided(buffer, out.shape, [s * out.itemsize for s in strides])
-        return
-    # Halve along the widest step: what remains lies closer together.
-    dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
-    half = out.shape[dim] // 2
-    low, high = np.split(out, [half], dim)
-    _read_strided(fd, low, strides, offset, file)
-    _read_strided(fd, high, strides, offset + half * strides[dim] * out.itemsize, file)
+    several = [dim for dim, size in enumerate(out.shape) if size > 1]
+    widest_first = sorted(several, key=lambda dim: -strides[dim])
+    order = [several.index(dim) for dim in widest_first]
+    turned = out[tuple(slice(None) if size > 1 else 0 for size in out.shape)].transpose(order)
+    _read_rows(fd, turned, tuple(strides[dim] for dim in widest_first), offset, file)
+
+
+def _read_rows(fd: int, out: Bits, steps: Shape, offset: int, file: str) -> None:
+    """Read into `out` [rows, ...], whose elements lie `steps` apart along each dimension, the widest first."""
+    rows, step = len(out), steps[0]
+    row = 1 + sum((n - 1) * s for n, s in zip(out.shape[1:], steps[1:], strict=True))  # elements that it spans
+    apart = (step - row) * out.itemsize >= _GAP
+    if apart and out.flags.c_contiguous and steps[1:] == contiguous_strides(out.shape[1:]):
+        target, size = out.reshape(-1).view(np.uint8).data, row * out.itemsize
+        for number in range(rows):
+            at = number * size
+            read_exactly(fd, target[at : at + size], offset + number * step * out.itemsize, file)
+    elif apart or row > _STRIDED_READ:
+        for number in range(rows):
+            one, rest = (out[number], steps[1:]) if out.ndim > 1 else (out[number : number + 1], steps)
+            _read_rows(fd, one, rest, offset + number * step * out.itemsize, file)
+    else:
+        at_once = rows if step == 0 else (_STRIDED_READ - row) // step + 1
+        for first in range(0, rows, at_once):
+            part = out[first : first + at_once]
+            buffer = np.empty((len(part) - 1) * step + row, out.dtype)
+            read_exactly(fd, buffer.data.cast("B"), offset + first * step * out.itemsize, file)
+            part[...] = np.lib.stride_tricks.as_strided(buffer, part.shape, [s * out.itemsize for s in steps])
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, file: str) -> None:
     """Fill `buffer` from byte `offset` of an open file, or raise that the file is too short."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise DamagedError(f"{file}: cannot be read at byte {offset + done}: {error.strerror}") from None
         if count == 0:
             raise DamagedError(
                 f"{file}: ends at byte {offset + done}, {len(buffer) - done} bytes short; "

@@ -7,6 +7,7 @@ One launch of four ranks for all of it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     writer.make_models(root)
     models, converted, wrong = root / "models", root / "converted", root / "wrong"
     change(models / "critic", token_classification_bias=False)
-    for model in {case.model for case in reader.CASES}:
-        milepost.convert(models / model, converted / model, max_shard_size="20kB")
+    for name, model, apart in {(case.converted, case.model, case.apart) for case in reader.CASES}:
+        milepost.convert(models / model, converted / name, max_shard_size="20kB", separate_layers=apart)
     for number, (model, changes, _) in enumerate(reader.WRONG):
         shutil.copytree(models / model, wrong / str(number))
         change(wrong / str(number), **changes)
@@ -97,3 +98,29 @@ def test_a_config_of_another_model_is_refused_before_anything_is_read(found: lis
         sharded, untouched, broadcast, still = found[rank]["refused"][number]
         assert reader.WRONG[number][2] in sharded and reader.WRONG[number][2] in broadcast
         assert untouched == still == "nothing was read"
+
+
+@pytest.mark.parametrize("number", range(len(reader.BROKEN)))
+def test_when_one_rank_fails_in_a_broadcast_all_raise_its_error(found: list[dict[str, Any]], number: int) -> None:
+    """Wherever in the stream: none waits for what does not come any more."""
+    said = found[0]["broken"][number]
+    assert all(found[rank]["broken"][number] == said for rank in RANKS)
+    truncated, failed = said[: len(reader.BROKEN_AFTER)], said[len(reader.BROKEN_AFTER) :]
+    for message in truncated:
+        assert message.startswith("DamagedError: rank 0: ") and "model.safetensors: ends at byte" in message
+    for rank, message in zip(reader.BROKEN_RANKS, failed, strict=True):
+        assert message == f"MilepostError: rank {rank}: MemoryError: no room for this window"
+
+
+def test_when_one_ranks_disk_is_full_all_ranks_of_a_dist_save_say_so(found: list[dict[str, Any]]) -> None:
+    """Where Megatron's own saver lets the others wait: what rank 0 alone writes."""
+    for name, failing, words in (
+        ("weights", 3, r"weights.*(too large|could not be written)"),
+        ("common", 0, r"common.*(too large|could not be written)"),
+        ("table", 0, "table: No space left on device"),
+        ("there", 0, "there: File exists"),
+    ):
+        for rank in RANKS:
+            other = "" if rank == failing else f"rank {failing} could not write its part: "
+            assert re.fullmatch(rf"WriteError: {other}\S*{words}.*", found[rank]["full"][name]), found[rank]["full"]
+    assert [found[rank]["full"]["good"] for rank in RANKS] == ["done"] * 4

@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 8},
+    "gemma": {"tie_word_embeddings": True, "head_dim": 8},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 8},
+    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 8},
     "mixtral": {"num_local_experts": 3},
     "qwen2_moe": SPARSE,
     "qwen2_moe-mixed": {**SPARSE, "decoder_sparse_step": 2},
@@ -110,9 +113,10 @@ def test_cast_on_the_way_and_routing_biases_stay(tmp_path: Path) -> None:
 
 
 def test_what_megatron_looks_at_first(tmp_path: Path) -> None:
-    for name, separate in (("llama", False), ("qwen2_moe-mixed", True), ("deepseek_v3-sparse", True)):
-        out = tmp_path / name
-        milepost.convert(make(tmp_path / f"{name}-hf", name), out)
+    for name, separate in (("llama", False), ("qwen2_moe-mixed", True), ("deepseek_v3-sparse", True), ("llama", True)):
+        asked = name == "llama" and separate
+        out = tmp_path / f"{name}-{asked}"
+        milepost.convert(make(tmp_path / f"{name}-{asked}-hf", name), out, separate_layers=asked, test=True)
         assert json.loads((out / "metadata.json").read_text()) == {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
@@ -185,8 +189,8 @@ def test_a_config_of_another_shape_is_refused_before_work(tmp_path: Path) -> Non
 def test_what_is_no_model_of_a_known_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tmp_path / "hf", "llama")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
-    with pytest.raises(MismatchError, match=r"a model of type gemma2; .*known are llama, mistral"):
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
+    with pytest.raises(MismatchError, match=r"a model of type olmo2; .*known are llama, mistral"):
         milepost.convert(model, tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFoundError, match=r"has no config\.json with weights"):

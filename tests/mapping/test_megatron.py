@@ -4,6 +4,7 @@ families and parallel layouts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from mapping.tiny import tiny
 from safetensors.torch import save_file
 
-from milepost.errors import IncompleteError, MismatchError
+from milepost.errors import IncompleteError, MismatchError, RefusedError
 from milepost.index import TensorEntry, TensorIndex
 from milepost.layouts.huggingface import read_safetensors
 from milepost.layouts.megatron_parts import part_name
@@ -33,6 +34,9 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "mistral": [{}],
     "qwen2": [{}, {"tie_word_embeddings": True}],
     "qwen3": [{}, {"attention_bias": True}],
+    "gemma": [{}],
+    "gemma2": [{}],
+    "gemma3_text": [{}],
     "mixtral": [{"num_local_experts": 4}],
     "qwen2_moe": [{"num_experts": 4}, {"num_experts": 4, "decoder_sparse_step": 2}],
     "qwen3_moe": [{"num_experts": 4}, {"num_experts": 4, "mlp_only_layers": [1]}],
@@ -84,7 +88,7 @@ def assert_same(found: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEnt
 def as_parts(
     index: TensorIndex, config: Mapping[str, Any], tp: int, etp: int, duplicate: bool
 ) -> dict[str, TensorEntry]:
-    """Whole Megatron tensors as the pieces of `tp` ranks; experts as those of `etp`, which is `tp` or 1."""
+    """Whole Megatron tensors as the pieces of `tp` ranks; experts as those of `etp`, which goes into `tp`."""
     model = model_of(config)
     parts: dict[str, TensorEntry] = {}
     for name, entry in index.items():
@@ -93,10 +97,10 @@ def as_parts(
         whole = duplicate and rule.cut.or_whole and expert is None
         ranks = 1 if whole else etp if expert is not None else tp
         for rank in range(tp):
-            parts[part_name(name, rank)] = cut(name, rule, entry, rank if ranks > 1 else 0, ranks)
-        if expert is not None and etp == 1 and tp > 1:  # one rank in turn holds an expert whole
+            parts[part_name(name, rank)] = cut(name, rule, entry, rank % ranks, ranks)
+        if expert is not None and not duplicate:  # ranks in turn hold an expert
             for rank in range(tp):
-                if rank != expert % tp:
+                if rank // etp != expert % (tp // etp):
                     del parts[part_name(name, rank)]
     return parts
 
@@ -121,18 +125,18 @@ def respelled(
 @given(
     number=st.sampled_from(range(len(CONFIGS))),
     tp=st.sampled_from((1, 2, 4)),
-    expert_tp=st.booleans(),
+    expert_tp=st.sampled_from((1, 2, 4)),
     duplicate=st.booleans(),
     writer=st.sampled_from((LOCAL, TRANSFORMER_ENGINE)),
 )
 def test_round_trip_through_pieces_of_ranks(
-    models: Models, number: int, tp: int, expert_tp: bool, duplicate: bool, writer: str
+    models: Models, number: int, tp: int, expert_tp: int, duplicate: bool, writer: str
 ) -> None:
     config, weights = CONFIGS[number], models[number].weights()
     if config["model_type"] == "deepseek_v3" and tp == 4:
         tp = 2  # the projections down have 6 and 10 rows here
     whole = to_megatron(weights, config)
-    parts = as_parts(whole, config, tp, tp if expert_tp else 1, duplicate)
+    parts = as_parts(whole, config, tp, min(tp, expert_tp), duplicate)
     entries = respelled(parts.items(), config, writer)
     back, _ = from_megatron(TensorIndex(entries, "megatron"), config)
     assert_same(back.entries, weights.entries)
@@ -225,6 +229,73 @@ def test_the_routers_bias_stays_float32_beside_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(back["decoder.layers.1.mlp.router.expert_bias"].read(), bias)
 
 
+def test_norms_of_gemma_lie_where_megatron_bridge_puts_them(models: Models) -> None:
+    """The names in its `gemma2_bridge.py`, `gemma3_bridge.py`, and `gemma_bridge.py`, which has two norms less."""
+    before = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+    around = {
+        before[0]: "input_layernorm",
+        "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm",
+        before[1]: "pre_feedforward_layernorm",
+        "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm",
+    }
+    heads = {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm" for x in "qk"}
+    of_family = {
+        "gemma": {before[0]: "input_layernorm", before[1]: "post_attention_layernorm"},
+        "gemma2": around,
+        "gemma3_text": around | heads,
+    }
+    for family, wanted in of_family.items():
+        number = next(n for n, config in enumerate(CONFIGS) if config["model_type"] == family)
+        config, weights = CONFIGS[number], models[number].weights()
+        theirs = respelled(to_megatron(weights, config).items(), config, TRANSFORMER_ENGINE)
+        norms = {name.removeprefix("decoder.layers.1."): entry for name, entry in theirs.items()
+                 if name.startswith("decoder.layers.1.") and "norm" in name}  # fmt: skip
+        assert set(norms) == set(wanted)
+        for name, entry in norms.items():
+            assert (entry.bits() == weights[f"model.layers.1.{wanted[name]}.weight"].bits()).all()
+
+
+@pytest.mark.parametrize("where", ["args", "common"])
+@pytest.mark.parametrize(
+    ("number", "arguments", "message"),
+    [
+        (0, {"apply_layernorm_1p": True}, r"multiply by 1 \+ weight .* is on\), those of a llama by weight"),
+        ("gemma", {"apply_layernorm_1p": False}, r"multiply by weight .* is off\), those of a gemma by 1 \+ weight"),
+        (0, {"num_attention_heads": 8, "kv_channels": 2}, "speak of 8 attention heads, config.json of 4"),
+        (0, {"num_query_groups": 4}, "speak of 4 key/value heads, config.json of 2"),
+        (0, {"num_query_groups": 1, "group_query_attention": False, "num_attention_heads": 4}, "4 key/value heads"),
+        (0, {"kv_channels": 8}, "speak of 8 rows a head, config.json of 4"),
+        (0, {"rotary_interleaved": True}, "pair by pair"),
+        (0, {"num_layers": None, "kv_channels": 4, "apply_layernorm_1p": False}, None),
+        ("gemma", {"apply_layernorm_1p": True, "group_query_attention": True, "num_query_groups": 2}, None),
+        ("deepseek_v3", {"kv_channels": 128, "num_query_groups": 1, "num_attention_heads": 4}, None),
+    ],
+)
+def test_arguments_of_another_model_are_refused(
+    models: Models, number: int | str, arguments: dict[str, Any], message: str | None, where: str
+) -> None:
+    """What leaves no mark on a shape and changes what a weight means."""
+    if isinstance(number, str):
+        number = next(n for n, config in enumerate(CONFIGS) if config["model_type"] == number)
+    objects = {"args": arguments} if where == "args" else {"common": {"iteration": 7, "args": arguments}}
+    index = replace(to_megatron(models[number].weights(), CONFIGS[number]), layout="megatron", objects=objects)
+    if message is None:
+        from_megatron(index, CONFIGS[number])
+        return
+    with pytest.raises(MismatchError, match=message):
+        from_megatron(index, CONFIGS[number])
+
+
+def test_arguments_that_cannot_be_read_are_said_to_be_so(models: Models) -> None:
+    class Refusing(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise RefusedError(f"{key} holds a thing that is no data")
+
+    index = replace(to_megatron(models[0].weights(), CONFIGS[0]), layout="megatron", objects=Refusing(common=None))
+    _, notes = from_megatron(index, CONFIGS[0])
+    assert any("not compared with config.json: common holds a thing" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     "unknown",
     [
@@ -247,8 +318,8 @@ def test_a_name_that_no_rule_knows_is_fatal(models: Models, unknown: str) -> Non
 
 
 def test_a_family_without_rules_is_refused(models: Models) -> None:
-    with pytest.raises(MismatchError, match=r"milepost knows for llama, .*config\.json says gemma2"):
-        from_megatron(TensorIndex(whole_llama(models), "megatron"), {**CONFIGS[0], "model_type": "gemma2"})
+    with pytest.raises(MismatchError, match=r"milepost knows for llama, .*config\.json says olmo2"):
+        from_megatron(TensorIndex(whole_llama(models), "megatron"), {**CONFIGS[0], "model_type": "olmo2"})
 
 
 def test_names_of_others_are_left_as_they_are(models: Models) -> None:

@@ -3,21 +3,26 @@
 All ranks go through the tensors in one order. Of each box rank 0 reads a window once and sends it to every first rank
 of a data-parallel group that holds it; that one passes it on to the others of its group. At every tensor a rank waits
 only for one that is before it in this chain, so none waits for ever.
+
+Nor does one wait for a rank that has failed. A message is a window and one byte behind it that says whether the window
+is good. When rank 0 cannot read, it goes on through the tensors, and to each rank that still waits for something it
+sends its next window marked as no good, the last one that it sends there. Who gets such a one does the same to those
+that wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from milepost.checkpoint.comm import Communicator
+from milepost.checkpoint.comm import Communicator, together
 from milepost.checkpoint.live import LiveSink
 from milepost.engines.base import LiveTensor
 from milepost.errors import IncompleteError
-from milepost.index import Bits, Box, TensorEntry, TensorIndex, itemsize
+from milepost.index import Box, TensorEntry, TensorIndex, itemsize
 from milepost.transfer.execute import OpenFiles, read_as
 from milepost.transfer.plan import Window, windows
 
@@ -49,25 +54,38 @@ def pass_on(
     live:          this rank's boxes; the names are the same on every rank, in the same order
     index:         the weights, on rank 0; else None
     window_bytes:  of a tensor at a time
+
+    If it fails on any rank, every rank raises that rank's error.
     """
     groups = _Groups()
     mine = {name: _wanted(tensor) for name, tensor in live.items()}
     leads = {name: boxes for name, boxes in mine.items() if boxes and groups.leads(name)}
     orders = comm.all_gather(leads)
-    with OpenFiles() as files:
-        rank = _Rank(live, groups, window_bytes, files)
-        for name in live:
-            if index is not None:
-                askers: dict[_Wanted, list[int]] = {}
-                for asker, order in enumerate(orders):
-                    for wanted in order.get(name, ()):
-                        askers.setdefault(wanted, []).append(asker)
-                for wanted in sorted(askers):
-                    rank.give(name, wanted, index[name], askers[wanted], own=wanted in mine[name])
-            else:
-                for wanted in mine[name]:
-                    rank.take(name, wanted)
+    rank = _Rank(live, groups, window_bytes)
+
+    def walk() -> None:
+        with OpenFiles() as files:
+            for name in live:
+                if index is None:
+                    for wanted in mine[name]:
+                        rank.take(name, wanted)
+                else:
+                    for wanted, askers in _askers(orders, name):
+                        rank.give(name, wanted, index[name], askers, files, own=wanted in mine[name])
+        if rank.error is not None:
+            raise rank.error
+
+    together(comm, walk)
     return rank.read, rank.received
+
+
+def _askers(orders: Sequence[Mapping[str, list[_Wanted]]], name: str) -> list[tuple[_Wanted, list[int]]]:
+    """The boxes of a tensor that ranks ask for, in one order, and which ranks."""
+    askers: dict[_Wanted, list[int]] = {}
+    for asker, order in enumerate(orders):
+        for wanted in order.get(name, ()):
+            askers.setdefault(wanted, []).append(asker)
+    return sorted(askers.items())
 
 
 def _wanted(tensor: LiveTensor) -> list[_Wanted]:
@@ -88,15 +106,16 @@ class _Groups:
 
     def leads(self, name: str) -> bool:
         """Whether this rank passes a tensor on to the others that hold the same boxes."""
-        return self._first(self._of(name)) == self._rank
+        return self._first(self.of(name)) == self._rank
 
-    def share(self, name: str, data: torch.Tensor) -> None:
+    def share(self, name: str, message: torch.Tensor) -> None:
         """Send bytes from the rank that leads to the others of its group."""
-        group = self._of(name)
+        group = self.of(name)
         if group.size() > 1:
-            self._dist.broadcast(data, self._first(group), group=group)
+            self._dist.broadcast(message, self._first(group), group=group)
 
-    def _of(self, name: str) -> Any:
+    def of(self, name: str) -> Any:
+        """The ranks that hold the same boxes of a tensor."""
         return self._expert if _EXPERTS in name else self._dense
 
     def _first(self, group: Any) -> int:
@@ -104,9 +123,13 @@ class _Groups:
 
 
 class _Rank:
-    """What one rank does with a window."""
+    """What one rank does with a window.
 
-    def __init__(self, live: Mapping[str, LiveTensor], groups: _Groups, window_bytes: int, files: OpenFiles) -> None:
+    error:           why this rank could not do its part
+    read, received:  bytes
+    """
+
+    def __init__(self, live: Mapping[str, LiveTensor], groups: _Groups, window_bytes: int) -> None:
         import torch  # noqa: PLC0415  the same
         import torch.distributed as dist  # noqa: PLC0415
 
@@ -114,42 +137,81 @@ class _Rank:
         self._sink = LiveSink(live)
         self._groups = groups
         self._window_bytes = window_bytes
-        self._files = files
         # sent from where parameters lie: NCCL knows no other memory
         held = (view.device for tensor in live.values() for _, view in tensor.boxes)
         self._device = next(held, torch.device("cpu"))
+        self._good = True
+        self._ended: set[Any] = set()  # ranks and groups between which and this rank the last message has passed
+        self.error: Exception | None = None
         self.read = self.received = 0
 
-    def give(self, name: str, wanted: _Wanted, entry: TensorEntry, askers: list[int], *, own: bool) -> None:
+    def give(
+        self, name: str, wanted: _Wanted, entry: TensorEntry, askers: list[int], files: OpenFiles, *, own: bool
+    ) -> None:
         """On rank 0: read a box and send it to those who ask for it."""
         for part in wanted.parts(self._window_bytes):
-            window = Window(name, entry.dtype, part, tuple(entry.pieces(part)))
-            if sum(piece.box.volume for piece in window.pieces) != part.volume:
-                raise IncompleteError(f"{name}: a part of box {part} is in no file")
-            self.read += window.nbytes
-            data = self._tensor(read_as(window, wanted.dtype, None, self._files))
+            message = self._message(part, wanted)
+            if self._good:
+                try:
+                    self._fill(message, name, part, wanted, entry, files)
+                except Exception as error:  # noqa: BLE001  whatever it is, the others wait for this window
+                    self._good, self.error = False, error
+            self._mark(message)
             for asker in askers:
-                if asker:
-                    self._dist.send(data, asker)
+                if asker and self._open(asker):
+                    self._dist.send(message, asker)
+                    self._heed(message, asker)
             if own:
-                self._keep(name, part, data)
+                self._share(name, part, message)
 
     def take(self, name: str, wanted: _Wanted) -> None:
         """On the others: a box from rank 0, or from the rank that leads here."""
         for part in wanted.parts(self._window_bytes):
-            size = part.volume * itemsize(wanted.dtype)
-            data = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+            message = self._message(part, wanted)
             if self._groups.leads(name):
-                self._dist.recv(data, 0)
-            self._keep(name, part, data)
-            self.received += size
+                if self._open(0):
+                    self._dist.recv(message, 0)
+                    self._heed(message, 0)
+                self._mark(message)
+            self._share(name, part, message)
+            self.received += message.numel() - 1
 
-    def _keep(self, name: str, part: Box, data: torch.Tensor) -> None:
-        self._groups.share(name, data)
-        for place in self._sink.places(name, part):
-            place.copy_(data.view(place.dtype).reshape(part.sizes))
+    def _share(self, name: str, part: Box, message: torch.Tensor) -> None:
+        """Pass a window on to the group, or get it from there; and keep it."""
+        group = self._groups.of(name)
+        if self._open(group):
+            self._groups.share(name, message)
+            self._heed(message, group)
+        if self._good and self.error is None:
+            try:
+                for place in self._sink.places(name, part):
+                    place.copy_(message[:-1].view(place.dtype).reshape(part.sizes))
+            except Exception as error:  # noqa: BLE001  this rank still passes on what others wait for
+                self.error = error
 
-    def _tensor(self, bits: Bits) -> torch.Tensor:
-        """As bytes: gloo sends no integers of 2."""
-        flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
-        return self._torch.from_numpy(flat).to(self._device)
+    def _message(self, part: Box, wanted: _Wanted) -> torch.Tensor:
+        """Room for a window, in bytes (gloo sends no integers of 2), and the mark."""
+        size = part.volume * itemsize(wanted.dtype)
+        return self._torch.empty(size + 1, dtype=self._torch.uint8, device=self._device)
+
+    def _fill(
+        self, message: torch.Tensor, name: str, part: Box, wanted: _Wanted, entry: TensorEntry, files: OpenFiles
+    ) -> None:
+        window = Window(name, entry.dtype, part, tuple(entry.pieces(part)))
+        if sum(piece.box.volume for piece in window.pieces) != part.volume:
+            raise IncompleteError(f"{name}: a part of box {part} is in no file")
+        bits = read_as(window, wanted.dtype, None, files)
+        message[:-1].copy_(self._torch.from_numpy(np.ascontiguousarray(bits).reshape(-1).view(np.uint8)))
+        self.read += window.nbytes
+
+    def _mark(self, message: torch.Tensor) -> None:
+        message[-1] = int(self._good)
+
+    def _heed(self, message: torch.Tensor, other: Any) -> None:
+        """After a message between this rank and another one, or a group."""
+        if not message[-1]:
+            self._good = False
+            self._ended.add(other)
+
+    def _open(self, other: Any) -> bool:
+        return other not in self._ended

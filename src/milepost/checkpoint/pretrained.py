@@ -28,6 +28,7 @@ from milepost.jobs.prepare import prepare
 from milepost.layouts.huggingface import read_config
 from milepost.mapping import Config, value_head_config
 from milepost.mapping.megatron import RULES, model_of
+from milepost.mapping.megatron.families import ZERO_CENTRED
 from milepost.transfer import execute, plan
 
 T = TypeVar("T")
@@ -177,6 +178,12 @@ def _check(chunks: list[Any], config: Config, directory: Path) -> None:
         for what, ours, theirs in wanted:
             if ours != theirs:
                 raise MismatchError(f"{directory}: the model has {ours} {what}, config.json says {theirs}")
+        centred = bool(getattr(built, "layernorm_zero_centered_gamma", False))
+        if centred != (described.kind in ZERO_CENTRED):
+            raise MismatchError(
+                f"{directory}: norms of the model multiply by {'1 + weight' if centred else 'weight'}, those of a "
+                f"{described.kind} do not (layernorm_zero_centered_gamma)"
+            )
         words = described.settings["vocab_size"]
         if chunk.vocab_size < words:
             raise MismatchError(

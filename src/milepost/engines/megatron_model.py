@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel for a Hugging Face config: process groups, settings, and the chunks of this rank.
+"""megatron-core's GPTModel for a Hugging Face config: settings, and the chunks of this rank.
 
 Every layer is one of Megatron's own (local) layers, so neither Transformer Engine nor Apex is needed. Weights are
 left as memory has them: the engine fills all of them.
@@ -10,15 +10,14 @@ import contextlib
 import importlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  its usual name
-from torch import Tensor, nn
 
-from milepost.engines import cpu_compat, rng
+from milepost.engines import cpu_compat
+from milepost.engines.megatron_layers import ValueHead, fit, windows_of
+from milepost.engines.megatron_parallel import Parallel, layers_of_stages
 from milepost.errors import CallError, MismatchError
 from milepost.mapping import FAMILIES, Config, expected
 
@@ -26,75 +25,9 @@ _VOCABULARY_MULTIPLE = 128  # Megatron-LM's own: rows of each tensor-parallel ra
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """Over how many ranks a model is cut, and along what. What is left of the world is data-parallel.
-
-    tensor:            ranks that each hold a part of every matrix
-    pipeline:          stages
-    virtual_pipeline:  chunks of layers that each stage holds, in turn; None: one
-    expert:            ranks over which the experts are dealt out; they are among the data-parallel ones
-    expert_tensor:     ranks that each hold a part of an expert; None: as `tensor`
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int | None = None
-    expert: int = 1
-    expert_tensor: int | None = None
-
-
-def start(parallel: Parallel, device: torch.device, seed: int) -> None:
-    """Make Megatron's process groups and random states. All ranks call it together, once; a second call with other
-    sizes is an error of the caller.
-
-    Raises CallError where the sizes do not go into the number of ranks.
-    """
-    size = dist.get_world_size()
-    model = parallel.tensor * parallel.pipeline
-    if size % model:
-        raise CallError(
-            f"tensor_model_parallel_size={parallel.tensor} times pipeline_model_parallel_size={parallel.pipeline} is "
-            f"{model}, which does not go into {size} processes; change --nproc or the sizes"
-        )
-    etp = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
-    if size % (parallel.expert * etp * parallel.pipeline):
-        raise CallError(
-            f"expert_model_parallel_size={parallel.expert} times expert_tensor_parallel_size={etp} times "
-            f"pipeline_model_parallel_size={parallel.pipeline} does not go into {size} processes"
-        )
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
-        raise CallError("virtual_pipeline_model_parallel_size needs a pipeline_model_parallel_size above 1")
-    if device.type == "cpu":
-        cpu_compat.megatron_answers()
-    else:
-        torch.cuda.set_device(device)
-    state = importlib.import_module("megatron.core.parallel_state")
-    state.initialize_model_parallel(
-        parallel.tensor,
-        parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        create_gloo_process_groups=device.type != "cpu",  # beside the others, which are gloo's there already
-    )
-    with rng.isolated():  # it seeds the generator of the device, which is torch's own on the CPU
-        importlib.import_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(
-            seed, force_reset_rng=True
-        )
-
-
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Around everything that Megatron does: on a machine without GPU it must not look for one."""
     return cpu_compat.cuda_means_cpu() if device.type == "cpu" else contextlib.nullcontext()
-
-
-class ValueHead(nn.Linear):
-    """The critic's head in the place of the output layer, in whose form it answers: (values, no bias apart)."""
-
-    def forward(self, input: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
-        """Values [S, B, 1] of hidden states [S, B, H]."""
-        return super().forward(input).float(), None
 
 
 def build_chunks(config: Config, parallel: Parallel, device: torch.device, dtype: torch.dtype) -> list[Any]:
@@ -143,6 +76,7 @@ def _chunk(
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     ends = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
     spec = specs.get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    spec = fit(spec, windows_of(config, settings["num_hidden_layers"]))
     model = importlib.import_module("megatron.core.models.gpt").GPTModel(
         made,
         spec,
@@ -159,11 +93,11 @@ def _chunk(
         architecture = expected(config)
         assert architecture is not None
         bias = "score.bias" in architecture.tensors
-        model.output_layer = ValueHead(made.hidden_size, 1, bias=bias, dtype=made.params_dtype)
+        model.output_layer = ValueHead(made, bias=bias)
     # Its own padding of the vocabulary means nothing, and everything else is filled: no bit may be left to chance.
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+        for parameter in model.parameters():  # norms are made in float32, whatever the others are
+            parameter.data = torch.zeros_like(parameter, dtype=made.params_dtype)
     return model.to(device)
 
 
@@ -198,6 +132,9 @@ def transformer_options(config: Config, parallel: Parallel, device: torch.device
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        **_stage_options(parallel),
+        "sequence_parallel": parallel.tensor > 1
+        and (bool(family.experts) if parallel.sequence is None else parallel.sequence),
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         # What Apex and Transformer Engine would do.
@@ -232,16 +169,37 @@ def transformer_options(config: Config, parallel: Parallel, device: torch.device
     return options
 
 
+def _stage_options(parallel: Parallel) -> dict[str, Any]:
+    """How many layers the stages have, where not all have as many."""
+    # Of two stages the first says it all, and Megatron divides by the number of those between the ends.
+    last = None if parallel.first is not None and parallel.pipeline == 2 else parallel.last
+    return {
+        "num_layers_in_first_pipeline_stage": parallel.first,
+        "num_layers_in_last_pipeline_stage": last,
+        "account_for_embedding_in_pipeline_split": parallel.count_embedding,
+        "account_for_loss_in_pipeline_split": parallel.count_loss,
+    }
+
+
 def _check_cut(settings: Mapping[str, Any], parallel: Parallel, config: Config) -> None:
     """Refuse what cannot be cut so, and what Megatron's layers cannot compute."""
     for key in ("num_key_value_heads", "num_attention_heads"):
         if settings[key] % parallel.tensor:
             raise CallError(f"{key}={settings[key]} does not divide by tensor_model_parallel_size={parallel.tensor}")
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    if settings["num_hidden_layers"] % stages:
+    layers_of_stages(settings["num_hidden_layers"], parallel)
+    if (
+        FAMILIES[config["model_type"]].experts
+        and parallel.expert == 1
+        and parallel.expert_tensor
+        not in (
+            None,
+            parallel.tensor,
+        )
+    ):
         raise CallError(
-            f"num_hidden_layers={settings['num_hidden_layers']} does not divide by the {stages} stages of "
-            "pipeline_model_parallel_size times virtual_pipeline_model_parallel_size"
+            f"expert_tensor_parallel_size={parallel.expert_tensor} below tensor_model_parallel_size={parallel.tensor} "
+            "needs an expert_model_parallel_size above 1: without it Megatron does not sum the gradients of experts "
+            "over all ranks that hold them"
         )
     if config["model_type"] in ("llama", "qwen3", "qwen3_moe") and (
         config.get("attention_bias") or config.get("mlp_bias")
@@ -249,11 +207,6 @@ def _check_cut(settings: Mapping[str, Any], parallel: Parallel, config: Config) 
         raise MismatchError("strategy megatron has no biases on single linear layers: attention_bias, mlp_bias")
     if config.get("hidden_act", "silu") != "silu":
         raise MismatchError(f"strategy megatron computes silu; config.json asks for hidden_act={config['hidden_act']}")
-    if "sliding_attention" in (config.get("layer_types") or ()) or config.get("use_sliding_window"):
-        raise MismatchError("strategy megatron has no sliding windows; config.json asks for some")
-    window = config.get("sliding_window") if config["model_type"] in ("mistral", "mixtral") else None
-    if window and int(window) < int(config.get("max_position_embeddings", window)):
-        raise MismatchError(f"strategy megatron has no sliding windows; config.json has sliding_window={window}")
 
 
 def _rope(config: Config) -> dict[str, Any]:

@@ -8,6 +8,7 @@ pipeline get.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  its usual name
 from torch import Tensor
 
 from milepost.engines.base import Inputs, Outputs
-from milepost.engines.megatron_model import Parallel, on_device
+from milepost.engines.megatron_layers import whole_sequences
+from milepost.engines.megatron_model import on_device
+from milepost.engines.megatron_parallel import Parallel
 
 Results = list[Any]
 
@@ -42,6 +46,8 @@ class PipelineModel:
         self.parallel = parallel
         self.device = device
         self._vocabulary = vocabulary
+        # Under sequence parallelism the ranks share out the tokens of a sequence in equal parts.
+        self._multiple = parallel.tensor if self.chunks[0].config.sequence_parallel else 1
         self._state = importlib.import_module("megatron.core.parallel_state")
         self._schedules = importlib.import_module("megatron.core.pipeline_parallel")
         self._mappings = importlib.import_module("megatron.core.tensor_parallel")
@@ -96,6 +102,57 @@ class PipelineModel:
             )
         return tensor
 
+    @contextlib.contextmanager
+    def remembering(self, rows: int, width: int, more: int) -> Iterator[Memory]:
+        """Room for the keys and values of prompts and of the tokens behind them; it is given up at the end. All ranks
+        enter it together.
+
+        rows:   sequences
+        width:  tokens of each prompt, with what pads it
+        more:   tokens that may come behind it
+        """
+        was_training = self.training
+        wide, high = self._largest(width), self._largest(rows)
+        make = importlib.import_module("megatron.core.inference.contexts").StaticInferenceContext
+        self.eval()
+        try:
+            with whole_sequences(self.chunks):
+                yield Memory(high, wide - width, make(high, wide + more))
+        finally:
+            self.train(was_training)
+
+    @torch.no_grad()
+    def forward_next(self, memory: Memory, ids: Tensor, mask: Tensor, function: Function) -> Any:
+        """`function` of the outputs [B, 1, C] behind the last token, on every rank. All ranks call it together.
+
+        ids:   [B, n], at first the prompts, padded on the left; then the token that came behind each
+        mask:  [B, S] of all tokens so far, 0 for what pads
+        """
+        context = memory.context
+        known, count = context.sequence_len_offset, len(ids)
+        new = F.pad(ids, (0 if known else memory.wider, 0, 0, memory.rows - count))
+        real = F.pad(mask, (memory.wider, 0, 0, memory.rows - count)).bool()
+        size, width = new.shape[1], real.shape[1]
+        hidden = torch.ones(size, width, dtype=torch.bool, device=self.device).triu(width - size + 1)
+        hidden = hidden[None, None] | ~real[:, None, None]
+        # Positions are those in memory: what pads moves a row's tokens on together, and rotary embeddings tell
+        # distances only.
+        positions = torch.arange(known, width, device=self.device)[None].expand(memory.rows, -1)
+
+        def forward(items: Iterator[bool], model: Any) -> tuple[Any, Any]:
+            output = model(new, positions, hidden, inference_context=context, runtime_gather_output=True)
+            return output, partial(finish, next(items))
+
+        def finish(wanted: bool, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            result = function(0, Outputs(output[:count, :, : self._vocabulary])) if wanted else None
+            return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device), result
+
+        # Micro-batches that fill the pipeline up are the first again, and write into memory what is there.
+        items = [True] + [False] * self._fill_up(1)
+        found = self._scheduled(forward, items, size, memory.rows, backward=False)
+        context.increment_sequence_len_offset(size)
+        return self._shared(found[:1])[0]
+
     # Details
 
     def _run(self, batches: Sequence[Inputs], function: Function, *, backward: bool) -> Results:
@@ -109,19 +166,25 @@ class PipelineModel:
             number, batch = next(items)
             return model(batch.ids, positions, mask), partial(self._finish, number, batch, function, backward)
 
+        found = self._scheduled(forward, filled, width, rows, backward=backward)
+        kept = sorted(((number, value) for number, value in found if number is not None), key=lambda pair: pair[0])
+        return [value for _, value in kept]
+
+    def _scheduled(self, forward: Any, items: Sequence[Any], width: int, rows: int, *, backward: bool) -> list[Any]:
+        """What the last stage's functions gave for each item, which is what tells a micro-batch from others."""
         several = len(self.chunks) > 1
+        given = [iter(items) for _ in self.chunks]
         with on_device(self.device):
-            found = self._schedules.get_forward_backward_func()(
+            found: list[Any] = self._schedules.get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(filled) for _ in self.chunks] if several else iter(filled),
+                data_iterator=given if several else given[0],
                 model=self.chunks if several else self.chunks[0],
-                num_microbatches=len(filled),
+                num_microbatches=len(items),
                 seq_length=width,
                 micro_batch_size=rows,
                 forward_only=not backward,
             )
-        kept = sorted(((number, value) for number, value in found if number is not None), key=lambda pair: pair[0])
-        return [value for _, value in kept]
+        return found
 
     def _finish(
         self, number: int | None, batch: _Turned, function: Function, backward: bool, output: Tensor
@@ -142,13 +205,17 @@ class PipelineModel:
     def _common_shape(self, batches: Sequence[Inputs]) -> tuple[int, int]:
         """Rows and tokens of every micro-batch: one shape for all stages, and where experts are dealt out for all
         ranks."""
-        rows = max(batch.input_ids.shape[0] for batch in batches)
-        width = max(batch.input_ids.shape[1] for batch in batches)
+        rows = self._largest(max(batch.input_ids.shape[0] for batch in batches))
+        width = self._largest(max(batch.input_ids.shape[1] for batch in batches))
+        return rows, width + -width % self._multiple
+
+    def _largest(self, size: int) -> int:
+        """A number of this rank; where ranks must go on together, the largest of all."""
         if not self.lockstep:
-            return rows, width
-        shape = torch.tensor([rows, width], device=self.device)
-        dist.all_reduce(shape, op=dist.ReduceOp.MAX)
-        return int(shape[0]), int(shape[1])
+            return size
+        sizes = torch.tensor(size, device=self.device)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+        return int(sizes)
 
     def _fill_up(self, count: int) -> int:
         """How many micro-batches are missing to a number that the interleaved schedule takes."""
@@ -174,6 +241,20 @@ class PipelineModel:
             dist.broadcast(value, src=source, group=group)
             shared.append(value)
         return shared
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of all tokens so far, as Megatron keeps them for each layer. [S, rows, groups, head_dim]
+
+    rows:     sequences that go through the model, with those that are dropped again
+    wider:    how many more tokens than here the prompts of some other rank have
+    context:  Megatron's
+    """
+
+    rows: int
+    wider: int
+    context: Any
 
 
 @dataclass(frozen=True)

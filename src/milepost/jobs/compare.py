@@ -163,7 +163,7 @@ def _values(
 def _difference(a: Bits, a_type: str, b: Bits, b_type: str, tolerance: _Tolerance) -> _Found:
     if a_type == b_type and np.array_equal(a, b):
         return _Found()
-    x, y = _numbers(a, a_type), _numbers(b, b_type)
+    x, y = numbers(a, a_type), numbers(b, b_type)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         gap = np.abs(x - y)
         if tolerance.atol or tolerance.rtol or a_type != b_type:
@@ -178,7 +178,8 @@ def _difference(a: Bits, a_type: str, b: Bits, b_type: str, tolerance: _Toleranc
     return _Found(int(differs.sum()), float(gap.max()), float(relative.max()))
 
 
-def _numbers(bits: Bits, dtype: str) -> npt.NDArray[np.float64]:
+def numbers(bits: Bits, dtype: str) -> npt.NDArray[np.float64]:
+    """Values of bit patterns; NaN for the types in which numpy cannot reckon."""
     if dtype == "bfloat16":
         return cast_bits(bits, dtype, "float32").view(np.float32).astype(np.float64)
     if dtype.startswith(("float8", "complex")):

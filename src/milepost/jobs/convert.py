@@ -59,6 +59,9 @@ class ConvertOptions:
 
     dtype: str = setting("keep", "keep, bf16, fp16 or fp32. Integers and routing biases keep their type.")
     test: bool = setting(False, "Read what was written and compare it with the source, bit for bit.")
+    separate_layers: bool = setting(
+        False, "Give each layer tensors of its own, as models want that Megatron builds with non_homogeneous_layers."
+    )
     max_shard_size: int = setting("5GB", "Largest output file.", size=True)
     memory_limit: int = setting("1GiB", "Bound on the memory for tensor data.", size=True)
     workers: int = setting(2, "Parallel readers and writers.", least=1)
@@ -118,11 +121,12 @@ def prepare_conversion(directory: Path, options: ConvertOptions) -> Conversion:
     described = model_of(model.config)
     megatron = to_megatron(model.index, model.config)
     written = to_megatron(under_cast(model.index, options.dtype), model.config)
-    found = places(megatron, described)
+    alike = not options.separate_layers and layers_alike(megatron, described)
+    found = places(megatron, described, alike=alike)
     tensors = {name: Stored(written[name].dtype, written[name].shape, found[name]) for name in megatron}
     contents = lay_out(tensors, {key: [None] for key in extra_states(found)}, options.max_shard_size)
     keys = {place.key for each in found.values() for place in each}
-    return Conversion(model, megatron, contents, layers_alike(megatron, described), len(keys))
+    return Conversion(model, megatron, contents, alike, len(keys))
 
 
 def _no_model(directory: Path) -> str:

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import CallError, NotFoundError
+from milepost.errors import CallError, DamagedError, NotFoundError
 from milepost.index import TensorIndex
 from milepost.layouts.base import Layout
 
@@ -42,7 +42,12 @@ class _OnDemand:
         return bool(self.itself.recognises(directory))
 
     def open(self, directory: Path) -> TensorIndex:
-        index: TensorIndex = self.itself.open(directory)
+        try:
+            index: TensorIndex = self.itself.open(directory)
+        except PermissionError:
+            raise
+        except OSError as error:
+            raise DamagedError(f"{error.filename or directory} cannot be read: {error.strerror or error}") from error
         return index
 
     def describe(self, directory: Path) -> str | None:

@@ -10,8 +10,8 @@
 The index has Megatron's names; what they mean and how parts are joined is the mapping's (`milepost.mapping.megatron`).
 A dist checkpoint is a torch DCP folder (`milepost.layouts.dcp`), so its tensors are whole. Optimizer state that is laid
 out like the weights becomes `optim/<name>/<moment>`: `exp_avg`, `exp_avg_sq`, and `param`, the optimizer's own copy of
-a weight in float32, which Megatron writes as `param` or `fp32_param`. Other forms of it are flat buffers of a
-data-parallel rank, which name no weights; they leave a reason in `unread`.
+a weight in float32, which Megatron writes as `param` or `fp32_param`; before 0.16 flattened (`megatron_flattened`).
+Flat buffers of a data-parallel rank, which name no weights, leave a reason in `unread`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from milepost.layouts.dcp import DcpLayout
 from milepost.layouts.dcp_metadata import holds_dcp
 from milepost.layouts.megatron_classic import EXTRA_STATE, extra_state_line, open_classic
 from milepost.layouts.megatron_files import folder_of_ranks
+from milepost.layouts.megatron_flattened import unflattened
 from milepost.layouts.megatron_optimizer import DistObjects
 from milepost.layouts.torchfile import TorchFile
 
@@ -102,25 +103,34 @@ def _is_dist(folder: Path) -> bool:
 def _open_dist(folder: Path) -> TensorIndex:
     index = DcpLayout().open(folder)
     entries: dict[str, TensorEntry] = {}
+    flattened: dict[str, dict[str, TensorEntry]] = {}
     flat = shapeless = 0
     for key, entry in index.items():
         match = _MOMENT.fullmatch(key)
         if match is not None:
-            weight = index.get(match[2])
+            weight, kind = index.get(match[2]), match[1].removeprefix("fp32_")
             if weight is not None and weight.shape != entry.shape:
-                shapeless += 1
+                flattened.setdefault(match[2], {})[kind] = entry
                 continue
-            entries[moment_name(match[2], match[1].removeprefix("fp32_"))] = entry
+            entries[moment_name(match[2], kind)] = entry
         elif _OPTIMIZER.fullmatch(key):
             flat += 1
         elif not _STATE.fullmatch(key):
             entries[key] = entry
+    for name, kinds in flattened.items():
+        found = unflattened(kinds, index[name])
+        shapeless += len(kinds) if found is None else 0
+        entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
     extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
     unread = [extra_state_line(extra)] if extra else []
     if flat:
-        unread.append(f"{flat} buffers of optimizer state, each of a data-parallel rank, which name no weights")
+        unread.append(
+            f"{flat} buffers of optimizer state, each of a data-parallel rank, which name no weights; "
+            "dist_ckpt_optim_fully_reshardable=true of verl, --dist-ckpt-optim-fully-reshardable of Megatron-LM save a "
+            "form that does"
+        )
     if shapeless:
-        unread.append(f"{shapeless} tensors of optimizer state that are cut into flat runs of each rank")
+        unread.append(f"{shapeless} tensors of optimizer state whose shapes or values are not those of their weights")
     return TensorIndex(entries, MegatronLayout.name, index.files, index.world_size, index.objects, tuple(unread))
 
 

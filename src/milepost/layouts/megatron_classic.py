@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from milepost.errors import DamagedError, RefusedError
-from milepost.index import Box, TensorEntry, TensorIndex
+from milepost.index import Box, TensorEntry, TensorIndex, moment_name
 from milepost.layouts.inert import TensorRef
+from milepost.layouts.megatron_buffers import read_buffers
 from milepost.layouts.megatron_files import RankFile, read_ranks
+from milepost.layouts.megatron_numbered import read_numbered
 from milepost.layouts.megatron_numbers import offsets
 from milepost.layouts.megatron_optimizer import ClassicObjects, read_optimizer, state_files
 from milepost.layouts.megatron_parts import part_name
+from milepost.layouts.megatron_recovered import Recovered, count_entry
 from milepost.layouts.torchfile import TorchFile
 
 EXTRA_STATE = "_extra_state"
@@ -53,8 +56,11 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
     layers = _layer_offsets(ranks)
     experts = _expert_offsets(ranks)
     pieces: dict[str, dict[int, _Piece]] = {}
+    counts: dict[str, dict[int, TensorEntry]] = {}
     extra = 0
-    for rank in ranks:
+    optimizer = read_optimizer(folder)
+    recovered = Recovered() if optimizer.files else _recovered(folder, ranks)
+    for number, rank in enumerate(ranks):
         for stage, chunk in enumerate(rank.chunks):
             for name, value in chunk.items():
                 if name.endswith(EXTRA_STATE):
@@ -64,7 +70,12 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
                 whole = _numbered(_LAYER, name, layers[stage, rank.pp])
                 for expert, part in _apart(rank, whole, ref, ranks, experts):
                     _keep(pieces.setdefault(expert, {}), rank.tp, _Piece(rank.file, part), expert)
-    optimizer = read_optimizer(folder)
+                for kind, file, flat in recovered.of(number, (stage, name)):
+                    for expert, part in _apart(rank, whole, flat, ranks, experts):
+                        key = moment_name(expert, kind)
+                        _keep(pieces.setdefault(key, {}), rank.tp, _Piece(file, part), key)
+                        count = count_entry(file.path, recovered.steps)
+                        counts.setdefault(moment_name(expert, "step"), {})[rank.tp] = count
     for moment in optimizer.moments:
         _keep(pieces.setdefault(moment.name, {}), moment.tp, _Piece(moment.file, moment.ref), moment.name)
     entries = {
@@ -72,19 +83,29 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
         for name, of_ranks in pieces.items()
         for tp, piece in of_ranks.items()
     }
+    made = {**optimizer.shared, **{(name, tp): e for name, of_ranks in counts.items() for tp, e in of_ranks.items()}}
+    entries |= {name if size == 1 else part_name(name, tp): entry for (name, tp), entry in made.items()}
     return TensorIndex(
         entries,
         layout,
-        (*(rank.file.path for rank in ranks), *optimizer.files, *state_files(folder)),
+        (*(rank.file.path for rank in ranks), *optimizer.files, *recovered.files, *state_files(folder)),
         len(state_files(folder)) or len(ranks),
         ClassicObjects(folder, optimizer, dict(ranks[0].file.plain(ranks[0].args))),
-        _unread(ranks, extra, named=bool(optimizer.moments)),
+        _unread(ranks, extra, recovered, named=bool(optimizer.files or recovered.files)),
     )
 
 
-def _unread(ranks: Sequence[RankFile], extra: int, *, named: bool) -> tuple[str, ...]:
+def _recovered(folder: Path, ranks: Sequence[RankFile]) -> Recovered:
+    """Optimizer state of others, who do not name its parameters."""
+    flat = read_buffers(folder, ranks)
+    return flat if flat.states or flat.unread else read_numbered(ranks)
+
+
+def _unread(ranks: Sequence[RankFile], extra: int, recovered: Recovered, *, named: bool) -> tuple[str, ...]:
     lines = [extra_state_line(extra)] if extra else []
-    if any(rank.moments for rank in ranks) and not named:
+    if recovered.unread:
+        lines.append(recovered.unread)
+    elif any(rank.moments for rank in ranks) and not named:
         lines.append("optimizer state: classic Megatron files number its parameters and do not name them")
     return tuple(lines)
 

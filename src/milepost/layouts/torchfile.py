@@ -77,6 +77,8 @@ class TorchFile:
             raise NotFoundError(f"{path}: no such file") from None
         except IsADirectoryError:
             raise NotFoundError(f"{path}: is a directory, not a file") from None
+        except OSError as error:
+            raise DamagedError(f"{where}: cannot be read: {error.strerror or error}") from None
         except _MALFORMED as error:
             raise DamagedError(f"{where}: not a whole torch.save archive ({error}){_hint(path)}") from None
 
@@ -116,6 +118,8 @@ class TorchFile:
             raise DamagedError(f"{self.path}: has no record {name}, so torch.save did not write it whole")
         buffer = bytearray(record.size)
         read_exactly(fd, memoryview(buffer), record.start, str(self.path))
+        if self.has_checksums and zlib.crc32(buffer) != record.crc32:
+            raise DamagedError(f"{self.path}: record {name} was altered: its CRC-32 differs")
         return bytes(buffer)
 
     def records(self) -> Iterator[ZipRecord]:

@@ -3,7 +3,8 @@
 Which keys a model of Megatron asks for depends on how it was built:
 
     layers alike       decoder.layers.self_attention.linear_proj.weight      [layers, ...]
-    of several kinds   decoder.layers.3.self_attention.linear_proj.weight    (`moe_layer_freq` is a list)
+    of several kinds   decoder.layers.3.self_attention.linear_proj.weight    (`moe_layer_freq` is a list; or where the
+                                                                             model is told `non_homogeneous_layers`)
     experts            ...mlp.experts.experts.linear_fc1.weight              [experts, ...], or [layers, experts, ...]
     norms              under one name where they are modules of their own, another where Transformer Engine fuses them
 
@@ -30,10 +31,12 @@ _LISTS_ITS_LAYERS = frozenset({"deepseek_v3"})
 """Families whose configs in Megatron say layer by layer which hold experts, even where all do."""
 
 
-def places(names: Iterable[str], model: Model) -> dict[str, tuple[Place, ...]]:
-    """Name of a tensor (`spelling.canonical`) -> where it lies; two places of a norm hold the same bytes."""
+def places(names: Iterable[str], model: Model, *, alike: bool) -> dict[str, tuple[Place, ...]]:
+    """Name of a tensor (`spelling.canonical`) -> where it lies; two places of a norm hold the same bytes.
+
+    alike: whether the layers lie in one tensor; only where `layers_alike` says that they can
+    """
     names = list(names)
-    alike = layers_alike(names, model)
     latent = any(".self_attention.linear_kv_up_proj." in name for name in names)
     found = {}
     for name in names:

@@ -35,12 +35,15 @@ VALUE_HEAD: Mapping[str, Rule] = MappingProxyType(
 )
 """What a value model has in the place of the output layer: one row, which every rank holds."""
 
-_FRAME = (
+_ENDS = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Padded("vocab_size"), ROWS),
     *one("decoder.final_layernorm.weight", "model.norm.weight", REPLICATED),
+    OUTPUT,
+)
+_FRAME = (
+    *_ENDS,
     *one(f"{_HERE}.input_layernorm.weight", f"{_THERE}.input_layernorm.weight", REPLICATED),
     *one(f"{_HERE}.pre_mlp_layernorm.weight", f"{_THERE}.post_attention_layernorm.weight", REPLICATED),
-    OUTPUT,
 )
 
 
@@ -119,7 +122,21 @@ def _further_tokens() -> tuple[Rule, ...]:
     )
 
 
+def _norms_around() -> tuple[Rule, ...]:
+    """Norms before and after attention and MLP. Those after belong to the linear layers that they follow (source:
+    Megatron-Bridge, `models/gemma`; megatron-core itself has none)."""
+    here, there = _HERE, _THERE
+    after = "post_layernorm.weight"
+    return (
+        *one(f"{here}.input_layernorm.weight", f"{there}.input_layernorm.weight", REPLICATED),
+        *one(f"{here}.self_attention.linear_proj.{after}", f"{there}.post_attention_layernorm.weight", REPLICATED),
+        *one(f"{here}.pre_mlp_layernorm.weight", f"{there}.pre_feedforward_layernorm.weight", REPLICATED),
+        *one(f"{here}.mlp.linear_fc2.{after}", f"{there}.post_feedforward_layernorm.weight", REPLICATED),
+    )
+
+
 DENSE = (*_FRAME, *_attention(), *_mlp())
+GEMMA2 = (*_ENDS, *_norms_around(), *_attention(), *_mlp())
 MIXTRAL = (*_FRAME, *_attention(), *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"))
 QWEN3_MOE = (*DENSE, *_experts())
 QWEN2_MOE = (
@@ -142,6 +159,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "mistral": DENSE,
         "qwen2": DENSE,
         "qwen3": DENSE,
+        "gemma": DENSE,
+        "gemma2": GEMMA2,
+        "gemma3_text": GEMMA2,
         "mixtral": MIXTRAL,
         "qwen2_moe": QWEN2_MOE,
         "qwen3_moe": QWEN3_MOE,
@@ -149,3 +169,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     }
 )
 """`model_type` of config.json -> its tensors in Megatron."""
+
+ZERO_CENTRED = frozenset({"gemma", "gemma2", "gemma3_text"})
+"""Families whose norms multiply by 1 + weight, in Hugging Face's files as in a Megatron model with
+`layernorm_zero_centered_gamma` (`--apply-layernorm-1p`)."""

@@ -18,6 +18,8 @@ from milepost.layouts.megatron_parts import split_part
 from milepost.mapping.architectures import Config, expected
 from milepost.mapping.dialects import MEGATRON, speaks_megatron
 from milepost.mapping.families import FAMILIES
+from milepost.mapping.masters import MASTER
+from milepost.mapping.megatron.arguments import check_arguments
 from milepost.mapping.megatron.families import OUTPUT, RULES, VALUE_HEAD
 from milepost.mapping.megatron.parts import join
 from milepost.mapping.megatron.rules import Padded, Rule
@@ -25,9 +27,6 @@ from milepost.mapping.megatron.spelling import canonical
 from milepost.mapping.megatron.stacks import unstacked
 from milepost.mapping.moments import joined, split
 from milepost.mapping.rules import Settings
-
-MASTER = "param"
-"""The moment that is no moment: the optimizer's own copy of a weight, in float32."""
 
 _LAYER = re.compile(r"((?:decoder|model)\.layers\.)(\d+)(?=\.)")
 _EXPERT = re.compile(r"(\.(?:local_experts|experts)\.)(\d+)(?=\.)")
@@ -129,6 +128,7 @@ def from_megatron(index: TensorIndex, config: Config, *, is_value_model: bool = 
     model = model_of(config)
     heads = VALUE_HEAD if _has_value_head(groups[None], model, is_value_model) else {}
     notes = [f"took Megatron's names of {model.kind} as Hugging Face's"]
+    notes += check_arguments(index, model.kind, model.settings)
     entries: dict[str, TensorEntry] = {}
     for moment, group in groups.items():
         whole = _whole(group, model, heads)

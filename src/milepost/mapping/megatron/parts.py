@@ -25,27 +25,37 @@ def join(name: str, rule: Rule, parts: Mapping[int, TensorEntry], ranks: int, ex
     ranks:   how many there are; experts alone may be on some of them only
     extent:  what the whole has along the dimension that is cut, as config.json tells it; None where it does not
 
+    What may be cut otherwise than the rest, as experts are over expert-tensor-parallel ranks, may have fewer pieces
+    than there are ranks. Ranks are numbered so that the pieces follow each other again and again.
+
     Raises IncompleteError where pieces are missing, MismatchError where copies differ or sizes do not fit.
     """
     dim = rule.cut.dim if any(part.shape for part in parts.values()) else None
-    copies = dim is None or (rule.cut.or_whole and all(_extent(part, dim) == extent for part in parts.values()))
+    count = 1 if dim is None else ranks
+    if dim is not None and rule.cut.or_whole and extent:
+        sizes = {_extent(part, dim) for part in parts.values()}
+        size = min(sizes)
+        if len(sizes) == 1 and size and extent % size == 0 and ranks % (extent // size) == 0:
+            count = extent // size
     missing = [rank for rank in range(ranks) if rank not in parts]
-    if missing and not (copies and rule.cut.or_whole):
+    held: dict[int, tuple[int, TensorEntry]] = {}
+    for rank in sorted(parts):
+        first, piece = held.setdefault(rank % count, (rank, parts[rank]))
+        if first != rank:
+            require_equal(f"{name} of rank {rank}", parts[rank], f"{name} of rank {first}", piece, _ONE)
+    if missing and not (rule.cut.or_whole and len(held) == count):
         raise IncompleteError(
             f"{name}: its parts of tensor-parallel rank{'s' if len(missing) > 1 else ''} {ranges(missing)} are missing"
         )
-    (first, piece), *others = sorted(parts.items())
-    if copies or dim is None:
-        for rank, other in others:
-            require_equal(f"{name} of rank {rank}", other, f"{name} of rank {first}", piece, _ONE)
-        return piece
-    pieces = [parts[rank] for rank in sorted(parts)]
+    if dim is None or count == 1:
+        return held[0][1]
+    pieces = [held[number][1] for number in sorted(held)]
     if any(len(part.shape) <= dim for part in pieces):
-        raise MismatchError(f"{name} has shape {list(piece.shape)}, which has no dimension {dim}")
+        raise MismatchError(f"{name} has shape {list(pieces[0].shape)}, which has no dimension {dim}")
     if not isinstance(rule.form, Gated):
         return concat(pieces, dim)
     if any(part.shape[0] % 2 for part in pieces):
-        raise MismatchError(f"{name} has parts of {piece.shape[0]} rows, which are no two halves")
+        raise MismatchError(f"{name} has parts of {pieces[0].shape[0]} rows, which are no two halves")
     upper = [narrow(part, 0, 0, part.shape[0] // 2) for part in pieces]
     lower = [narrow(part, 0, part.shape[0] // 2, part.shape[0] // 2) for part in pieces]
     return concat([*upper, *lower], 0)

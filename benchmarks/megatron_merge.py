@@ -1,11 +1,12 @@
-"""merge of Megatron's checkpoints against merge of FSDP2 files of as many bytes, and against torch's own converter.
+"""merge of Megatron's checkpoints against merge of FSDP2 files of as many bytes, and against what others have for it.
 
-    python benchmarks/megatron.py [--rounds 5] [--ranks 2] [--work DIR] [--json FILE]
+    python benchmarks/megatron_merge.py [--rounds 5] [--ranks 2] [--no-peers] [--work DIR] [--json FILE]
 
 Qwen2-0.5B's shape in float32: as dist checkpoint (a part a layer and tensor-parallel rank, as Megatron writes them), as
-classic files of tensor-parallel ranks, and as FSDP2 files. The floor is torch's `dcp_to_torch_save`, which writes the
-dist checkpoint as one file under Megatron's names and does nothing of the mapping. Each contender is a fresh process,
-imports included, and they take turns.
+classic files of tensor-parallel ranks, and as FSDP2 files. The peers read the dist checkpoint: verl's merger, which
+needs Megatron and builds the model to load into (`verl_megatron.py`; it writes bfloat16 alone), and torch's
+`dcp_to_torch_save` with a loop over the names (`dcp_rename.py`). Each contender is a fresh process, imports included,
+and they take turns; before that all must write the same bits.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import io
 import json
 import pickle
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from making import HALF_B, TINY, Shape, make
-from measuring import Contender, Sample, alternate, table, write_json
+from measuring import Contender, Sample, alternate, run, table, write_json
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -33,11 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-CONVERTER = (
-    "import sys\n"
-    "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save\n"
-    "dcp_to_torch_save(sys.argv[1], sys.argv[2])"
-)
+HERE = Path(__file__).parent
+FSDP = "FSDP"
+"""The merge that the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +84,47 @@ def make_classic(directory: Path, shape: Shape, ranks: int) -> None:
         torch.save({"model": state}, directory / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
 
 
+EXTRA = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+         "mlp.linear_fc2")  # fmt: skip
+"""Modules that put an `_extra_state` into a dist checkpoint: what a model asks for, or Megatron's loader stops."""
+
+
 def make_dist(directory: Path, shape: Shape, ranks: int) -> None:
     """A torch_dist folder of two files, layers stacked, with the parts that Megatron's saver would make."""
     _companions(directory, shape)
-    heads: dict[str, TensorStorageMetadata] = {}
+    heads: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     files = [(directory / f"__0_{n}.distcp").open("wb") for n in range(2)]
+
+    def put(value: object) -> _StorageInfo:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        number = len(places) % 2
+        at = files[number].tell()
+        files[number].write(buffer.getbuffer())
+        return _StorageInfo(f"__0_{number}.distcp", at, buffer.getbuffer().nbytes)
+
     try:
-        count = 0
         for tensor in tensors(shape):
             key = f"decoder.layers.{tensor.name}" if tensor.layered else tensor.name
             parts = []
             for offsets, sizes in _boxes(tensor, shape.layers, ranks):
-                buffer = io.BytesIO()
-                torch.save(torch.randn(sizes), buffer)
-                file = files[count % 2]
-                info = _StorageInfo(f"__0_{count % 2}.distcp", file.tell(), buffer.getbuffer().nbytes)
-                file.write(buffer.getbuffer())
                 parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                places[MetadataIndex(key, torch.Size(offsets))] = info
-                count += 1
+                places[MetadataIndex(key, torch.Size(offsets))] = put(torch.randn(sizes))
             whole = (shape.layers, *tensor.shape) if tensor.layered else tensor.shape
             heads[key] = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(whole), parts)
+        for module in EXTRA:
+            for layer in range(shape.layers):
+                key = f"decoder.layers.{module}._extra_state/shard_{layer}_{shape.layers}"
+                heads[key] = BytesStorageMetadata()
+                places[MetadataIndex(key)] = put([None])
     finally:
         for file in files:
             file.close()
     (directory / ".metadata").write_bytes(pickle.dumps(Metadata(heads, storage_data=places)))
-    (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (directory / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
     torch.save({}, directory / "common.pt")
 
 
@@ -133,54 +148,77 @@ def _boxes(tensor: Tensor, layers: int, ranks: int) -> Iterator[tuple[tuple[int,
 
 
 def main() -> None:
-    """Make the checkpoints, measure, print a table a case."""
+    """Make the checkpoints, compare what the contenders write, measure, print a table a case and element type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks, and FSDP ranks")
     parser.add_argument("--tiny", action="store_true", help="a tiny model alone: does it run?")
-    parser.add_argument("--work", type=Path, help="where the checkpoints go (8 GB); default: a temporary directory")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--work", type=Path, help="where the checkpoints go (11 GB); default: a temporary directory")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, list[Sample]]] = {}
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         for case, shape in (("tiny", TINY),) if options.tiny else (("tiny", TINY), ("0.5 B", HALF_B)):
             root = Path(work) / case
-            make_dist(root / "dist", shape, options.ranks)
+            make_dist(root / "verl" / "model" / "dist_ckpt", shape, options.ranks)
+            shutil.copytree(
+                root / "verl" / "model" / "dist_ckpt" / "huggingface", root / "verl" / "model" / "huggingface"
+            )
             make_classic(root / "classic", shape, options.ranks)
             nbytes = make(root / "fsdp", shape, options.ranks)
             print(f"{case}, {options.ranks} ranks: {nbytes / 1e6:.0f} MB in float32", file=sys.stderr)
-            name = f"{case}, {options.ranks} ranks"
-            results[name] = alternate(_contenders(root), options.rounds)
-            print(f"\n{name}")
-            print("\n".join(table(results[name], "FSDP, bf16")), flush=True)
+            for dtype in ("bf16", "keep"):
+                name = f"{case}, {options.ranks} ranks, {dtype}"
+                contenders = _contenders(root, dtype, peers=options.peers)
+                if options.peers:
+                    _check_alike(contenders)
+                results[name] = alternate(contenders, options.rounds)
+                print(f"\n{name}")
+                print("\n".join(table(results[name], FSDP)), flush=True)
             shutil.rmtree(root)
     if options.json:
         write_json(options.json, **results)
 
 
-def _contenders(root: Path) -> list[Contender]:
-    out = root / "out"
+def _contenders(root: Path, dtype: str, *, peers: bool) -> list[Contender]:
+    out, dist = root / "out", root / "verl" / "model" / "dist_ckpt"
 
     def clear() -> None:
         shutil.rmtree(out, ignore_errors=True)
 
-    def make_room() -> None:
-        clear()
-        out.mkdir()
-
     merge = [sys.executable, "-m", "milepost", "merge", "-q"]
-    return [
-        *(
-            Contender(f"{name}, {dtype}", [*merge, str(root / form), str(out), "--dtype", dtype], clear)
-            for dtype in ("bf16", "keep")
-            for name, form in (("Megatron dist", "dist"), ("Megatron classic", "classic"), ("FSDP", "fsdp"))
-        ),
-        Contender(
-            "dcp_to_torch_save",
-            [sys.executable, "-c", CONVERTER, str(root / "dist"), str(out / "model.pt")],
-            make_room,
-        ),
+    found = [
+        Contender(name, [*merge, str(source), str(out), "--dtype", dtype], clear)
+        for name, source in ((FSDP, root / "fsdp"), ("Megatron dist", dist), ("Megatron classic", root / "classic"))
     ]
+    if peers:
+        by_hand = [sys.executable, str(HERE / "dcp_rename.py"), str(dist), str(out)]
+        wide = {"bf16": "bfloat16", "keep": "float32"}[dtype]
+        found.append(Contender("dcp_to_torch_save + rename", [*by_hand, wide], clear, out))
+    if peers and dtype == "bf16":
+        verl = [sys.executable, str(HERE / "verl_megatron.py"), "merge", "--backend", "megatron"]
+        verl += ["--use_cpu_initialization", "--tie-word-embedding"]
+        found.append(
+            Contender("verl", [*verl, "--local_dir", str(root / "verl"), "--target_dir", str(out)], clear, out)
+        )
+    return found
+
+
+def _check_alike(contenders: Sequence[Contender]) -> None:
+    """Raise where those that read the dist checkpoint do not write the same bits."""
+    ours, *peers = [contender for contender in contenders if contender.output or contender.name == "Megatron dist"]
+    out = Path(ours.command[-3])
+    ours.before()
+    run(ours.command)
+    kept = out.with_name("kept")
+    out.rename(kept)
+    for peer in peers:
+        peer.before()
+        run(peer.command)
+        subprocess.run([sys.executable, "-m", "milepost", "test", "-q", str(kept), str(out)], check=True)
+        print(f"  {peer.name} writes the same bits", file=sys.stderr)
+    shutil.rmtree(kept)
 
 
 if __name__ == "__main__":
