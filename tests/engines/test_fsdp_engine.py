@@ -98,6 +98,10 @@ class Folder:
         with (self.directory / name).open("xb") as file:
             yield file
 
+    def save(self, name: str, state: Any) -> None:
+        with self.create(name) as file:
+            torch.save(state, file)
+
 
 def load(engine: FsdpEngine, directory: Path) -> Mapping[str, str]:
     index = open_directory(directory)

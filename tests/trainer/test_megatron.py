@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ ACTOR = ActorConfig(
 )
 CRITIC = CriticConfig(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2, ppo_epochs=2, cliprange_value=0.2)
 NEW = 5
-CUT = {"tp2-pp2": (2, 2, None, 1), "tp2": (2, 1, None, 1), "vpp2": (1, 2, 2, 1), "ep2": (1, 1, None, 2)}
-KIND = {"ep2": "qwen3_moe"}
+RANKS = 4
+CUT = {"tp2-pp2": (2, 2, None, 1), "tp2-ep2": (2, 1, None, 2), "vpp2": (1, 2, 2, 1), "ep2": (1, 1, None, 2)}
+KIND = {"ep2": "qwen3_moe", "tp2-ep2": "qwen3_moe"}
 """The model of a layout; llama elsewhere."""
 
 
@@ -52,27 +54,36 @@ def _batch() -> Any:
     )
 
 
-def _run(models: Path) -> dict[str, Any]:
-    """One step's numbers under FSDP2 and under each layout, on four ranks."""
+def _reference(models: Path) -> dict[str, Any]:
+    """One step's numbers under FSDP2, on one rank; what is drawn for a sequence as if it lay on four."""
     import megatron_engines as made
-    import torch
-    import torch.distributed as dist
 
-    from milepost.engines.megatron_model import Parallel
+    from milepost.trainer.ranks import Ranks
+
+    return {
+        kind: _numbers(
+            [made.make_fsdp(models / kind, critic=critic) for critic in (False, True)],
+            Ranks(made.CPU, _Comm()),
+            draw_as=RANKS,
+        )
+        for kind in ("llama", "qwen3_moe")
+    }
+
+
+def _run(models: Path) -> dict[str, Any]:
+    """The same under each layout, on four ranks."""
+    import megatron_engines as made
+
+    from milepost.engines.megatron_parallel import Parallel
     from milepost.trainer.ranks import Ranks
 
     told: dict[str, Any] = {}
-    for kind in ("llama", "qwen3_moe"):
-        engines = [made.make_fsdp(models / kind, critic=critic) for critic in (False, True)]
-        told[kind] = _numbers(engines, Ranks(made.CPU, _Comm()))
     for name, sizes in CUT.items():
         parallel = Parallel(*sizes)
         directory = models / KIND.get(name, "llama")
         actor = made.make(directory, parallel)
         critic = made.remake(directory, parallel, critic=True)
         told[name] = _numbers([actor, critic], Ranks(made.CPU, _Comm(), made.share()))
-    assert dist.get_world_size() == 4
-    torch.manual_seed(0)
     return told
 
 
@@ -92,7 +103,7 @@ class _Comm:
         return dist.get_world_size()
 
 
-def _numbers(engines: list[Any], ranks: Any) -> dict[str, Any]:
+def _numbers(engines: list[Any], ranks: Any, draw_as: int | None = None) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -114,33 +125,43 @@ def _numbers(engines: list[Any], ranks: Any) -> dict[str, Any]:
 
     def together(value: Any) -> dict[int, Any]:
         """Sequence -> what the ranks that have it say of it, which is the same."""
+        return gathered(dict(zip(rows, value.tolist(), strict=True)))
+
+    def gathered(said_here: dict[int, Any]) -> dict[int, Any]:
         shares: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(shares, dict(zip(rows, value.tolist(), strict=True)))
+        dist.all_gather_object(shares, said_here)
         found: dict[int, Any] = {}
         for share in shares:
             for row, said in share.items():
                 assert found.setdefault(row, said) == said
         return {row: found[row] for row in sorted(found)}
 
-    def answers(sampling: Sampling) -> dict[int, Any]:
-        prompts = PromptBatch(
-            own.input_ids[:, :3], own.attention_mask[:, :3], ["?"] * len(rows), [None] * len(rows), [], []
-        )
+    def answers(sampling: Sampling, mine: list[int]) -> dict[int, Any]:
+        ids, mask = whole.input_ids[mine, :3], whole.attention_mask[mine, :3]
+        prompts = PromptBatch(ids, mask, ["?"] * len(mine), [None] * len(mine), [], [])
         got = generate(
             actor.model, prompts, sampling, SpecialTokens((1, 2), 0), device=ranks.device, ranks=ranks.world_size
         )
         width = got.response_mask.shape[1]
-        padded = torch.zeros(len(rows), 2, NEW, dtype=torch.long)
+        padded = torch.zeros(len(mine), 2, NEW, dtype=torch.long)
         padded[:, 0, :width], padded[:, 1, :width] = got.responses * got.response_mask, got.response_mask
-        return together(padded)
+        return dict(zip(mine, padded.tolist(), strict=True))
+
+    def drawn() -> dict[int, Any]:
+        """What is drawn for a sequence depends on which others are on its rank."""
+        shares = [rows] if draw_as is None else map(list, Spread.of(5, MINI, draw_as).positions)
+        found: dict[int, Any] = {}
+        for share in shares:
+            torch.manual_seed(7)
+            found |= answers(Sampling(NEW, temperature=1.5, top_k=20, top_p=0.9), share)
+        return gathered(found)
 
     told: dict[str, Any] = {
         "logprobs": together(evaluate(actor.model, logprobs, own, rounds, channels=(2,))),
         "values": together(evaluate(critic.model, value_forward, own, rounds)),
-        "greedy": answers(Sampling(NEW, do_sample=False)),
+        "greedy": gathered(answers(Sampling(NEW, do_sample=False), rows)),
+        "sampled": drawn(),
     }
-    torch.manual_seed(7)  # the same on all ranks: what is drawn for a sequence depends on who else is here
-    told["sampled"] = answers(Sampling(NEW, temperature=1.5, top_k=20, top_p=0.9))
     told["metrics"] = update_actor(actor, own, spread, ACTOR, TEMPERATURE, ranks.sum)
     told["metrics"] |= update_critic(critic, own, spread, CRITIC, ranks.sum)
     told["after"] = together(evaluate(actor.model, logprobs, own, rounds, channels=(2,)))
@@ -157,7 +178,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root = tmp_path_factory.mktemp("models")
     for kind in ("llama", "qwen3_moe"):
         made.save_model(root / kind, kind)
-    return run_ranks(_run, 4, root)
+    (wanted,) = run_ranks(_reference, 1, root)
+    return [{**rank, **wanted} for rank in run_ranks(_run, RANKS, root)]
 
 
 @pytest.mark.parametrize("layout", CUT)
@@ -192,7 +214,7 @@ def test_drawn_answers_are_the_same_on_every_rank_of_a_model(told: list[dict[str
 
 def test_a_reward_is_one_for_all_ranks_of_a_model(told: list[dict[str, Any]]) -> None:
     assert [rank["tp2-pp2"]["agreed"] for rank in told] == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]
-    assert [rank["tp2"]["agreed"] for rank in told] == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 2.0)]
+    assert [rank["tp2-ep2"]["agreed"] for rank in told] == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 2.0)]
     assert [rank["ep2"]["agreed"] for rank in told] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
 
 
@@ -213,8 +235,32 @@ def test_the_critic_is_cut_as_the_actor() -> None:
         None,
         ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"],
     )
-    assert vars(config.critic.megatron) == vars(config.actor_rollout_ref.actor.megatron)
+    assert asdict(config.critic.megatron) == asdict(config.actor_rollout_ref.actor.megatron)
     assert config.critic.megatron.tensor_model_parallel_size == 2
+
+
+def test_every_size_of_the_config_is_the_engines() -> None:
+    pytest.importorskip("megatron.core")
+    from milepost.engines.megatron_parallel import Parallel
+    from milepost.trainer.megatron_setup import parallel_of
+
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 3,
+        "virtual_pipeline_model_parallel_size": 4,
+        "expert_model_parallel_size": 5,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": "true",
+        "override_transformer_config.num_layers_in_first_pipeline_stage": 6,
+        "override_transformer_config.num_layers_in_last_pipeline_stage": 7,
+        "override_transformer_config.account_for_loss_in_pipeline_split": "true",
+    }
+    section = "actor_rollout_ref.actor.megatron"
+    said = ["actor_rollout_ref.actor.strategy=megatron", *(f"{section}.{key}={n}" for key, n in sizes.items())]
+    wanted = Parallel(2, 3, 4, 5, 1, sequence=True, first=6, last=7, count_loss=True)
+    config = load_config(None, said)
+    assert parallel_of(config.actor_rollout_ref.actor.megatron) == wanted
+    assert parallel_of(config.critic.megatron) == wanted
 
 
 @pytest.mark.parametrize(
@@ -225,7 +271,11 @@ def test_the_critic_is_cut_as_the_actor() -> None:
             ["critic.megatron.pipeline_model_parallel_size=2"],
             "critic.megatron.pipeline_model_parallel_size=2 must be as",
         ),
-        (["actor_rollout_ref.actor.megatron.dtype=bf16"], "actor_rollout_ref.actor.megatron.dtype"),
+        (
+            ["critic.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=1"],
+            "num_layers_in_first_pipeline_stage=1 must be as",
+        ),
+        (["actor_rollout_ref.actor.megatron.dtype=fp16"], "actor_rollout_ref.actor.megatron.dtype"),
         (["actor_rollout_ref.actor.checkpoint.megatron_format=zarr"], r"classic\|dist"),
         (["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=0"], "tensor_model_parallel_size"),
     ],

@@ -22,6 +22,9 @@ from milepost.trainer.schema import TaskConfig, WarmStartConfig
 CUT = "actor_rollout_ref.actor.megatron"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 TP2, PP2 = [MEGATRON, f"{CUT}.tensor_model_parallel_size=2"], [MEGATRON, f"{CUT}.pipeline_model_parallel_size=2"]
+UNEVEN = f"{CUT}.override_transformer_config.num_layers_in_first_pipeline_stage=1"
+SEQUENCES = f"{CUT}.sequence_parallel=true"
+SHARED = f"{CUT}.use_distributed_optimizer=true"
 DIST = "actor_rollout_ref.actor.checkpoint.megatron_format=dist"
 ZERO = "actor_rollout_ref.actor.strategy=deepspeed"
 GREEDY = "actor_rollout_ref.rollout.do_sample=false"
@@ -35,9 +38,10 @@ def _measured(root: Path) -> dict[int, dict[str, float]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps at one go under TP2; the last two again from the saved second one: under TP2, and, where nothing is
-    drawn, under PP2 in dist form, under FSDP2, and on from there under FSDP2, ZeRO-3 and TP2."""
+    drawn, under uneven PP2 with Megatron's distributed optimizer in dist form, under FSDP2, and on from there under
+    FSDP2, ZeRO-3, TP2, and with the distributed optimizer over two data-parallel ranks."""
     root = tmp_path_factory.mktemp("runs")
-    size = WarmStartConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, steps=0)
+    size = WarmStartConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3, steps=0)
     build_base_model(root / "model", TaskConfig(), size)
     (root / "reward.py").write_text("def variety(prompt, response, ground_truth): return len(set(response)) / 4\n")
     settings = [
@@ -69,12 +73,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run("whole", 2, TP2)
     run("tp2", 2, TP2, "whole")
-    run("pp2", 2, [*PP2, DIST, GREEDY], "whole")
+    run("pp2", 2, [*PP2, UNEVEN, SHARED, DIST, GREEDY], "whole")
     run("fsdp", 1, [GREEDY], "whole")
     run("fsdp-after-pp2", 1, [GREEDY], "pp2", 4)
-    run("tp2-after-fsdp", 2, [*TP2, GREEDY], "fsdp", 4)
+    run("tp2-after-fsdp", 2, [*TP2, SEQUENCES, GREEDY], "fsdp", 4)
     run("zero-after-pp2", 2, [ZERO, GREEDY], "pp2", 4)
-    run("tp2-after-zero", 2, [*TP2, GREEDY], "zero-after-pp2", 6)
+    run("shared-after-zero", 2, [MEGATRON, SHARED, GREEDY], "zero-after-pp2", 6)
     run("fsdp-after-zero", 1, [GREEDY], "zero-after-pp2", 6)
     return root
 
@@ -97,7 +101,7 @@ def test_going_on_is_bitwise_as_if_there_had_been_no_stop(runs: Path) -> None:
         ("pp2", "fsdp", (3, 4)),
         ("fsdp-after-pp2", "tp2-after-fsdp", (5, 6)),
         ("zero-after-pp2", "fsdp-after-pp2", (5, 6)),
-        ("tp2-after-zero", "fsdp-after-zero", (7, 8)),
+        ("shared-after-zero", "fsdp-after-zero", (7, 8)),
     ],
 )
 def test_another_layout_and_another_engine_go_on_the_same(
@@ -111,7 +115,7 @@ def test_another_layout_and_another_engine_go_on_the_same(
             assert ours[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, name)
 
 
-@pytest.mark.parametrize("name", ["zero-after-pp2", "tp2-after-zero"])
+@pytest.mark.parametrize("name", ["zero-after-pp2", "shared-after-zero"])
 def test_nothing_but_random_states_is_fresh_between_zero_and_megatron(runs: Path, name: str) -> None:
     (resume,) = [e for e in read_events(runs / name / EVENTS) if e["event"] == "resume"]
     states = {part["name"]: part["state"] for part in resume["parts"]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +20,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from milepost.errors import ConfigError, NotFoundError
+from milepost.errors import CallError, ConfigError, NotFoundError
 from milepost.trainer.config_text import config_yaml, json_schema, render_yaml
 from milepost.trainer.embedded import EMBEDDED, MODEL_PATH
 from milepost.trainer.fields import ConfigKey, config_keys, config_sections, current_name, unknown_key
 from milepost.trainer.overrides import Override, parse_override, parse_value
 from milepost.trainer.schema import DEEPSPEED, MEGATRON, ActorConfig, CriticConfig, TrainConfig
+from milepost.units import parse_bytes
 
 __all__ = ["ConfigRow", "TrainConfig", "config_yaml", "describe", "json_schema", "load_config", "render_yaml"]
 
@@ -260,6 +262,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
                 f"{name}.deepspeed_config: offload_optimizer=true needs zero_stage 2 or 3; with it DeepSpeed's stage 1 "
                 "skips every update after one gradient that is not finite"
             )
+    if trainer.staging_limit is not None:
+        try:
+            parse_bytes(trainer.staging_limit)
+        except CallError as error:
+            yield f"trainer.staging_limit: {error}"
     for name, every in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
         if every == 0:
             yield f"trainer.{name}=0 means nothing; -1 turns it off"
@@ -279,7 +286,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if trainer.joint_engine:
         yield from _joint_contradictions(config)
     actor_step, critic_step = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
-    for name in ("save_contents", "load_contents"):
+    for name in ("save_contents", "load_contents", "async_save"):
         ours, theirs = getattr(actor_step, name), getattr(critic_step, name)
         if ours != theirs:
             yield (
@@ -310,8 +317,9 @@ def _megatron_contradictions(config: TrainConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.strategy={actor.strategy} and critic.strategy={critic.strategy}: with {MEGATRON} "
             "both must be it, since it deals out the processes for the whole program"
         )
-    for key, ours in vars(actor.megatron).items():
-        theirs = getattr(critic.megatron, key)
+    section = "critic.megatron."
+    for key in (name.removeprefix(section) for name in config_keys() if name.startswith(section)):
+        ours, theirs = (attrgetter(key)(role.megatron) for role in (actor, critic))
         if ours != theirs:
             yield f"critic.megatron.{key}={theirs} must be as actor_rollout_ref.actor.megatron.{key}={ours}"
 

@@ -98,6 +98,7 @@ class Collector:
         algorithm: AlgorithmConfig,
         controller: KLController,
         ranks: Ranks,
+        turn: Callable[[], None] | None = None,
     ) -> None:
         self._models = models
         self.judge = judge
@@ -107,6 +108,7 @@ class Collector:
         self._algorithm = algorithm
         self._controller = controller
         self._ranks = ranks
+        self._turn = turn
 
     def collect(self, prompts: PromptBatch, spread: Spread, watch: Stopwatch) -> tuple[Experience, dict[str, float]]:
         """Answer the prompts and work out what each token was worth.
@@ -121,7 +123,13 @@ class Collector:
         models, ranks = self._models, self._ranks
         with watch.time("gen"):
             sequences = generate(
-                models.policy, prompts, self._sampling, self._tokens, device=ranks.device, ranks=ranks.world_size
+                models.policy,
+                prompts,
+                self._sampling,
+                self._tokens,
+                device=ranks.device,
+                ranks=ranks.world_size,
+                turn=self._turn,
             )
         with watch.time("reward"):
             judged = ranks.each(lambda: self.judge.scores(prompts, self.judge.texts(sequences)))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from milepost.engines.megatron import MegatronEngine
-from milepost.engines.megatron_model import Parallel, build_chunks
+from milepost.engines.megatron_model import build_chunks
+from milepost.engines.megatron_parallel import Parallel
 from milepost.engines.megatron_pipeline import PipelineModel
 from milepost.engines.megatron_save import CLASSIC
 from milepost.engines.optim import OptimizerSettings
@@ -25,10 +26,12 @@ from milepost.trainer.models import ModelSource, critic_on_meta, fill_from_direc
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """How a model is cut, in which dtype it computes and is updated, and in which form it is saved."""
+    """How a model is cut, in which dtype it computes, whether data-parallel ranks share out its optimizer, and in which
+    form it is saved."""
 
     parallel: Parallel
     dtype: torch.dtype = torch.float32
+    distributed: bool = False
     form: str = CLASSIC
 
 
@@ -75,6 +78,7 @@ def _finish(
         PipelineModel(chunks, settings.parallel, vocabulary, device),
         config,
         optimizer=optimizer,
+        distributed=settings.distributed,
         form=settings.form,
         seed=seed,
         companions=source.directory,

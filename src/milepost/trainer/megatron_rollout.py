@@ -1,13 +1,13 @@
-"""Generation by a model that lies on several ranks: token by token, each a forward of the whole sequences.
+"""Generation by a model that lies on several ranks: the prompts in one forward, then token by token.
 
-Nothing of a forward is kept for the next one (there is no KV cache), so the cost of T tokens grows with T squared:
-right for short responses and small models, and the same numbers as in training. Tokens are drawn where the logits are,
-on one rank; all others get them. The draws are transformers' own: the same logits and the same random state give the
-same tokens as `generate`.
+Keys and values of all tokens so far are kept where they were computed. Tokens are drawn where the logits are, on one
+rank; all others get them. The draws are transformers' own: the same logits and the same random state give the same
+tokens as `generate`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import LongTensor, Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from milepost.engines.base import Inputs, Outputs, PipelinedModel
+from milepost.engines.base import Outputs, PipelinedModel
 from milepost.trainer.batch import Sequences
 from milepost.trainer.data import PromptBatch
 from milepost.trainer.rollout import Sampling, SpecialTokens, response_mask
@@ -23,7 +23,13 @@ from milepost.trainer.rollout import Sampling, SpecialTokens, response_mask
 
 @torch.no_grad()
 def decode(
-    model: PipelinedModel, prompts: PromptBatch, sampling: Sampling, tokens: SpecialTokens, *, device: torch.device
+    model: PipelinedModel,
+    prompts: PromptBatch,
+    sampling: Sampling,
+    tokens: SpecialTokens,
+    *,
+    device: torch.device,
+    turn: Callable[[], None] | None = None,
 ) -> Sequences:
     """Answer each prompt; see `rollout.generate`. All ranks that hold the model call it with the same prompts."""
     count = prompts.input_ids.shape[0]
@@ -46,22 +52,30 @@ def decode(
             drawn = scores.argmax(dim=-1)
         return model.one_of_peers(drawn)
 
-    for _ in range(sampling.max_response_length):
-        if _all_ended(ended, model):
-            break
-        (drawn,) = model.forward_only([Inputs(ids, mask, 1)], draw)
-        drawn = torch.where(ended, torch.full_like(drawn, tokens.pad), drawn)
-        ids = torch.cat([ids, drawn[:, None]], dim=1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        ended = ended | torch.isin(drawn, ends)
+    with model.remembering(len(ids), width, sampling.max_response_length) as memory:
+        new = ids
+        for _ in range(sampling.max_response_length):
+            if turn is not None:
+                turn()
+            # All ranks take as many turns; those whose responses have ended, and whom nobody needs, only wait.
+            if _all_ended(ended, together=model.lockstep or turn is not None):
+                break
+            if not model.lockstep and bool(ended.all()):
+                continue
+            drawn = model.forward_next(memory, new, mask, draw)
+            drawn = torch.where(ended, torch.full_like(drawn, tokens.pad), drawn)
+            new = drawn[:, None]
+            ids = torch.cat([ids, new], dim=1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            ended = ended | torch.isin(drawn, ends)
     own = response_mask(ids[:, width:], tokens.eos)
     return Sequences(ids[:count], torch.cat([mask[:, :width], own], dim=1)[:count], own[:count])
 
 
-def _all_ended(ended: Tensor, model: PipelinedModel) -> bool:
+def _all_ended(ended: Tensor, *, together: bool) -> bool:
     """Whether no response goes on: here, or anywhere, where ranks must go on together."""
     going = (~ended).any().long()
-    if model.lockstep:
+    if together:
         dist.all_reduce(going, op=dist.ReduceOp.MAX)
     return not bool(going)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,14 @@ class SpecialTokens:
 
 
 def generate(
-    model: Any, prompts: PromptBatch, sampling: Sampling, tokens: SpecialTokens, *, device: torch.device, ranks: int = 1
+    model: Any,
+    prompts: PromptBatch,
+    sampling: Sampling,
+    tokens: SpecialTokens,
+    *,
+    device: torch.device,
+    ranks: int = 1,
+    turn: Callable[[], None] | None = None,
 ) -> Sequences:
     """Answer each prompt.
 
@@ -45,6 +53,7 @@ def generate(
         model: a causal language model, whose own `generation_config` holds no settings (see `models.load_model`).
         prompts: padded on the left.
         ranks: number of ranks that generate together.
+        turn: called in front of every forward, as often on every rank; it may raise, and then the model is as it was.
 
     Returns:
         As many sequences as prompts, on `device`. The response part is as wide as the longest response here.
@@ -52,7 +61,7 @@ def generate(
     if isinstance(model, PipelinedModel):
         from milepost.trainer.megatron_rollout import decode  # noqa: PLC0415  it needs what is defined here
 
-        return decode(model, prompts, sampling, tokens, device=device)
+        return decode(model, prompts, sampling, tokens, device=device, turn=turn)
     count = prompts.input_ids.shape[0]
     input_ids, attention_mask = prompts.input_ids.to(device), prompts.attention_mask.to(device)
     if not count:
@@ -71,11 +80,17 @@ def generate(
     )
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        output: Tensor = model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=config, synced_gpus=ranks > 1
-        )
-    model.train(was_training)
+    # In front of the engine's own hooks: where it raises, no weight has been gathered yet.
+    hook = None if turn is None else model.register_forward_pre_hook(lambda *_: turn(), prepend=True)
+    try:
+        with torch.no_grad():
+            output: Tensor = model.generate(
+                input_ids=input_ids, attention_mask=attention_mask, generation_config=config, synced_gpus=ranks > 1
+            )
+    finally:
+        model.train(was_training)
+        if hook is not None:
+            hook.remove()
     responses = output[:, input_ids.shape[1] :]
     mask = response_mask(responses, tokens.eos)
     return Sequences(output[:count], torch.cat([attention_mask, mask], dim=1)[:count], mask[:count])

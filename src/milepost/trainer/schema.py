@@ -23,7 +23,9 @@ FSDP2, DEEPSPEED, MEGATRON = "fsdp2", "deepspeed", "megatron"
 STRATEGIES = {FSDP2: ("fsdp",), DEEPSPEED: (), MEGATRON: ()}
 MEGATRON_FORMS = ("classic", "dist")
 ZERO_DTYPES = {name: DTYPES[name] for name in ("fp32", "bf16")}
+MEGATRON_DTYPES = ZERO_DTYPES
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 KL_KINDS = {"kl": ("k1",), "abs": (), "mse": ("k2",), "low_var_kl": ("k3",)}
 
 
@@ -162,6 +164,22 @@ class CriticDeepSpeedConfig(DeepSpeedConfig):
 
 
 @dataclass(frozen=True)
+class TransformerOverrides:
+    num_layers_in_first_pipeline_stage: int | None = key(
+        None, "layers of the first stage; null: as many as each of the others", minimum=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = key(
+        None, "layers of the last stage; null: as many as each of the others", minimum=1
+    )
+    account_for_embedding_in_pipeline_split: bool = key(
+        False, "divide the layers as if the embedding were one, so that the first stage has one less"
+    )
+    account_for_loss_in_pipeline_split: bool = key(
+        False, "divide the layers as if the loss were one, so that the last stage has one less"
+    )
+
+
+@dataclass(frozen=True)
 class MegatronConfig:
     tensor_model_parallel_size: int = key(1, "processes that each hold a part of every matrix", minimum=1)
     pipeline_model_parallel_size: int = key(1, "stages, each with its own layers", minimum=1)
@@ -172,13 +190,42 @@ class MegatronConfig:
         1, "processes over which the experts are dealt out; they see different sequences", minimum=1
     )
     expert_tensor_parallel_size: int | None = key(
-        None, "processes that each hold a part of an expert; null: tensor_model_parallel_size", minimum=1
+        None,
+        "processes that each hold a part of an expert; null: tensor_model_parallel_size",
+        minimum=1,
     )
-    dtype: str = key("fp32", "dtype of weights, moments, forward and backward", choices={"fp32": DTYPES["fp32"]})
+    sequence_parallel: bool | None = key(
+        None, "cut what lies between matrices along the sequence too; null: with experts only, which need it"
+    )
+    dtype: str = key(
+        "fp32", "dtype of the weights in forward and backward; the optimizer's are fp32", choices=MEGATRON_DTYPES
+    )
+    use_distributed_optimizer: bool = key(
+        False, "Megatron's distributed optimizer: data-parallel processes share out fp32 weights and moments"
+    )
+    override_transformer_config: TransformerOverrides = section(
+        TransformerOverrides, "how many layers the stages of the pipeline have"
+    )
 
 
 def _as_the_actors_megatron(name: str, **rule: Any) -> Any:
     return key(II(f"actor_rollout_ref.actor.megatron.{name}"), "as the actor's", **rule)
+
+
+@dataclass(frozen=True)
+class CriticTransformerOverrides(TransformerOverrides):
+    num_layers_in_first_pipeline_stage: int | None = _as_the_actors_megatron(
+        "override_transformer_config.num_layers_in_first_pipeline_stage", minimum=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = _as_the_actors_megatron(
+        "override_transformer_config.num_layers_in_last_pipeline_stage", minimum=1
+    )
+    account_for_embedding_in_pipeline_split: bool = _as_the_actors_megatron(
+        "override_transformer_config.account_for_embedding_in_pipeline_split"
+    )
+    account_for_loss_in_pipeline_split: bool = _as_the_actors_megatron(
+        "override_transformer_config.account_for_loss_in_pipeline_split"
+    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +237,12 @@ class CriticMegatronConfig(MegatronConfig):
     )
     expert_model_parallel_size: int = _as_the_actors_megatron("expert_model_parallel_size", minimum=1)
     expert_tensor_parallel_size: int | None = _as_the_actors_megatron("expert_tensor_parallel_size", minimum=1)
-    dtype: str = _as_the_actors_megatron("dtype", choices={"fp32": DTYPES["fp32"]})
+    sequence_parallel: bool | None = _as_the_actors_megatron("sequence_parallel")
+    dtype: str = _as_the_actors_megatron("dtype", choices=MEGATRON_DTYPES)
+    use_distributed_optimizer: bool = _as_the_actors_megatron("use_distributed_optimizer")
+    override_transformer_config: CriticTransformerOverrides = section(
+        CriticTransformerOverrides, "how many layers the critic's stages have"
+    )
 
 
 @dataclass(frozen=True)
@@ -203,6 +255,9 @@ class CheckpointConfig:
     load_contents: list[str] = key(II(".save_contents"), "what a resume reads", choices=CONTENTS)
     megatron_format: str = key(
         "classic", "strategy megatron: a file for each rank, or Megatron's dist_checkpointing", choices=MEGATRON_FORMS
+    )
+    async_save: bool = key(
+        False, "write steps while training goes on: it waits only for a copy of the state in memory; the last one waits"
     )
 
 
@@ -217,6 +272,7 @@ class CriticCheckpointConfig(CheckpointConfig):
     megatron_format: str = key(
         II("actor_rollout_ref.actor.checkpoint.megatron_format"), "as the actor's", choices=MEGATRON_FORMS
     )
+    async_save: bool = key(II("actor_rollout_ref.actor.checkpoint.async_save"), "as the actor's: one step holds both")
 
 
 @dataclass(frozen=True)
@@ -367,6 +423,59 @@ class TrainerConfig:
     )
     max_critic_ckpt_to_keep: int | None = key(
         II(".max_actor_ckpt_to_keep"), "the same number again, as verl spells it for the critic", minimum=1
+    )
+    async_save: bool = key(
+        II("actor_rollout_ref.actor.checkpoint.async_save"), "the same again: write steps while training goes on"
+    )
+    staging_limit: str | None = key(
+        None,
+        "most memory of a process for that copy, such as 8GiB; what is beyond it is written while training waits. "
+        "null: as much as its state has",
+    )
+    keep_every: int | None = key(None, "steps whose number is a multiple of this stay, too", minimum=1)
+    keep_best: str | None = key(
+        None, "the step with the best value of this metric stays, too: critic/score/mean, val/..."
+    )
+    keep_best_count: int = key(1, "how many of the best stay", minimum=1)
+    keep_best_mode: str = key("max", "what is best", choices=("max", "min"))
+    keep_exports: int | None = key(
+        None, "newest steps that keep what hf_model adds to save_contents; null: all that stay", minimum=0
+    )
+    remote_dir: str | None = key(
+        None, "URL (s3://bucket/run) to which steps are uploaded too, and from which a new machine goes on; null: none"
+    )
+    on_save_error: str = key(
+        "raise", "a step that cannot be saved: end the run, or tell of it and train on", choices=("raise", "warn")
+    )
+    save_timeout: float = key(
+        1800.0, "seconds after which a save is given up on all ranks: a file system that hangs never answers", above=0
+    )
+    stop_signals: list[str] = key(
+        ["SIGTERM", "SIGUSR1"],
+        "signals, to any process of the run, on which all ranks save and exit with status 75",
+        choices={name: (name.removeprefix("SIG"),) for name in STOP_SIGNALS},
+    )
+    shutdown_timeout: float = key(
+        600.0, "seconds after such a signal, or after machines have come, until workers are killed", above=0
+    )
+    esi_deadline_env: str | None = key(
+        None,
+        "environment variable with the unix time at which the machine goes: the run saves before, and exits with 75",
+    )
+    esi_redundant_time: float = key(60.0, "seconds that shall be left then, beyond what was measured", minimum=0)
+    stall_action: str = key(
+        "warn",
+        "a phase of a step that hangs: tell of it and write all stacks; restart: end the workers too, so that all "
+        "start again; off: do not watch",
+        choices=("warn", "restart", "off"),
+    )
+    stall_factor: float = key(
+        10.0, "a phase hangs once it takes so many times as long as it did before, and at least stall_floor", minimum=1
+    )
+    stall_floor: float = key(
+        600.0,
+        "seconds below which no phase counts as hanging; where nothing is known of it yet, three times as many",
+        above=0,
     )
     nnodes: int = key(1, "machines", minimum=1)
     n_gpus_per_node: int = key(1, "processes per machine, with or without GPUs", minimum=1)
