@@ -56,7 +56,7 @@ clean:
 # verl, the peer of the interop tests, pins other versions of what it needs, so it comes without its dependencies.
 .venv/test.done: .venv/core.done
 	@echo "installing what the tests need"
-	@$(PIP) --editable '.[test,interop,deepspeed,trl,megatron]'
+	@$(PIP) --editable '.[test,interop,deepspeed,trl,megatron,remote]'
 	@$(PIP) --no-deps verl
 	@touch $@
 

@@ -52,3 +52,11 @@ class NotFoundError(CallError):
 
 class WriteError(CallError):
     """A place cannot be written: no permission, no space, read-only, or occupied."""
+
+
+class UploadError(WriteError):
+    """A step is durable in the run's folder, but could not be brought to a second place."""
+
+
+class LostRankError(MilepostError):
+    """Another rank of this run has ended, or does not answer: nothing that takes all ranks can be done any more."""

@@ -52,6 +52,12 @@ def ranges(steps: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def printable(words: str) -> str:
+    """Words that come from files, fit for a terminal: no control character reaches it, nor half a surrogate pair its
+    encoder."""
+    return "".join(char if char.isprintable() else "?" for char in words)
+
+
 _ELSEWHERE = "choose another place"
 _REFUSALS = {
     errno.ENOSPC: ("the disk is full", ""),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diary import BEGIN, event, killed_run, resume, save, start, step, write_events
+from diary import BEGIN, event, killed_run, resume, save, start, step, survived_run, write_events
 
 from milepost.checkpoint.events import EVENTS
 from milepost.checkpoint.facts import Kill, RunHistory
@@ -193,3 +193,77 @@ def test_events_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_only_saves_of_this_session_answer_its_requests() -> None:
     history = history_of([start(0), event(1, "save_requested", step=2), start(5), *save(6, 2)])
     assert [(s.session, s.outcome, s.requested - BEGIN) for s in history.saves] == [(0, "open", 1), (1, "durable", 6)]
+
+
+# What a run survives
+
+
+def test_how_each_session_ended_is_told_in_words() -> None:
+    sessions = history_of(survived_run()).sessions
+    assert [session.ended for session in sessions] == [
+        "stopped on SIGTERM, saved step 7, requeue",
+        "killed",
+        "stopped for other machines to join, saved step 10",
+        "done",
+    ]
+    assert [session.world_size for session in sessions] == [2, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reason": "signal"}, "stopped on a signal"),  # the agent's, which knows of no step
+        (
+            {"reason": "signal", "signal": "SIGUSR1", "step": 0, "saved": False},
+            "stopped on SIGUSR1, no step yet, requeue",
+        ),
+        ({"reason": "deadline", "step": 3, "saved": False}, "stopped before its deadline, step 3 not saved, requeue"),
+        ({"reason": "odd"}, "odd"),
+    ],
+)
+def test_an_end_says_what_is_kept(fields: dict[str, Any], words: str) -> None:
+    (session,) = history_of([start(0), event(1, "stop", **fields)]).sessions
+    assert session.ended == words
+
+
+def test_what_ranks_tell_of_one_hang_is_one_stall() -> None:
+    (stall,) = history_of(survived_run()).stalls
+    assert (stall.session, stall.step, stall.phase, stall.limit, stall.over) == (0, 4, "gen", 30.0, 50.0)
+    assert stall.ranks == (0, 1) and stall.stacks == ("stalls/0.txt", "stalls/1.txt")
+    assert stall.time == BEGIN + 75
+
+
+def test_a_stall_that_did_not_end_and_odd_lines() -> None:
+    hung = event(9, "stall", step=1, phase="reward", rank="x", limit="y", stacks=3)
+    odd = [event(9, "stall"), event(9, "stall", step=1), event(9, "stall_over", step=2, phase="gen", seconds=4.0)]
+    (stall,) = history_of([start(0), hung, *odd]).stalls
+    assert (stall.over, stall.ranks, stall.limit, stall.stacks) == (None, (), None, ())
+
+
+def test_a_save_in_the_background_costs_its_stall_alone() -> None:
+    saves = {save.step: save for save in history_of(survived_run()).saves}
+    assert (saves[2].seconds, saves[2].stall) == (1.0, 1.0)
+    # Asked for when the copy began; written down when it was made.
+    assert (saves[4].requested, saves[4].seconds, saves[4].stall) == (pytest.approx(BEGIN + 104.1), 13.9, 0.4)
+    assert (saves[6].outcome, saves[6].stall) == ("failed", None)
+
+
+def test_a_clock_that_is_set_moves_no_length() -> None:
+    """An hour forward after step 1, and two back after step 2; the other clock only counts."""
+
+    def at(seconds: float, jump: float, name: str, /, **fields: Any) -> dict[str, Any]:
+        return event(seconds + jump, name, clock=5000 + seconds, **fields)
+
+    events = [
+        at(0, 0, "start", world_size=1),
+        at(10, 0, "step", step=1, seconds=10),
+        at(20, 3600, "step", step=2, seconds=10),
+        at(30, -3600, "step", step=3, seconds=10),
+        # Another machine's clock counts from elsewhere, so its time on the wall is all there is.
+        {**event(31, "stall", step=3, phase="gen", rank=1), "clock": 77},
+        at(40, -3600, "stop", reason="done"),
+    ]
+    history = history_of(events)
+    assert [record.time - BEGIN for record in history.steps] == [10, 20, 30]
+    assert history.stalls[0].time - BEGIN == 31
+    assert history.sessions[0].last - BEGIN == 40

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from milepost.checkpoint.manifest import (
     digest_file,
     read_manifest,
 )
-from milepost.errors import CallError, DamagedError, IncompleteError
+from milepost.errors import CallError, CheckpointError, DamagedError, IncompleteError
 
 
 def a_step(path: Path) -> Manifest:
@@ -45,7 +46,7 @@ def test_bytes_are_counted_and_hashed_as_they_pass(tmp_path: Path) -> None:
 def test_a_manifest_reads_back(tmp_path: Path) -> None:
     manifest = a_step(tmp_path)
     assert read_manifest(tmp_path) == manifest
-    assert json.loads((tmp_path / MANIFEST).read_text())["format"] == 1
+    assert json.loads((tmp_path / MANIFEST).read_text())["format"] == 2
 
 
 def test_whole_files_have_no_problems(tmp_path: Path) -> None:
@@ -88,18 +89,39 @@ def test_json_of_another_kind_is_damaged(tmp_path: Path, content: str) -> None:
         read_manifest(tmp_path)
 
 
+def test_format_1_had_no_checksum_of_its_own(tmp_path: Path) -> None:
+    manifest = a_step(tmp_path)
+    content = json.loads(manifest.to_json())
+    del content["xxh3_128"]
+    (tmp_path / MANIFEST).write_text(json.dumps({**content, "format": 1}))
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_no_bit_of_a_manifest_may_change(tmp_path: Path) -> None:
+    manifest = a_step(tmp_path)
+    path = tmp_path / MANIFEST
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            assert read_manifest(tmp_path) == manifest  # such as one blank for another
+        except CheckpointError:
+            continue
+
+
 def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
     manifest = json.loads(a_step(tmp_path).to_json())
-    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(DamagedError, match="has format 2; this version of milepost reads format 1"):
+    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(DamagedError, match="has format 3; this version of milepost reads formats 1 to 2"):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "actor/../../secret"])
 def test_a_manifest_may_not_point_outside_its_step(tmp_path: Path, path: str) -> None:
-    manifest = json.loads(a_step(tmp_path).to_json())
-    manifest["files"][0]["path"] = path
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    manifest = replace(a_step(tmp_path), files=(FileRecord(path, 1, ""),))
+    (tmp_path / MANIFEST).write_text(manifest.to_json())
     with pytest.raises(DamagedError, match="outside the step"):
         read_manifest(tmp_path)
 

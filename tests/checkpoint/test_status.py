@@ -9,9 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diary import BEGIN, commit_step, event, killed_run, made_run, resume, start, step, write_events
+from diary import (
+    BEGIN,
+    commit_step,
+    event,
+    killed_run,
+    made_run,
+    resume,
+    start,
+    step,
+    survived_run,
+    write_events,
+)
+from tiny_engine import resumed, trained
 
 from milepost.checkpoint import steps
+from milepost.checkpoint.events import EVENTS, read_events
 from milepost.checkpoint.resume import choose_start
 from milepost.checkpoint.status import LOOKED_INTO, RunStatus, run_status
 from milepost.checkpoint.steps import TRACKER
@@ -48,6 +61,8 @@ def test_a_run_that_was_killed_resumed_and_ended(tmp_path: Path) -> None:
         "tracker": ["names step 8, the same"],
         "whole": ["steps 2, 4, 6, 8"],
         "so far": ["3 starts, 1 kill, 1 step lost; world size 2, then 1"],
+        # Of 160 s: 8 steps that count, of 10 s each; 10 s from each start to its first step; 4 saves; 20 s killed.
+        "goodput": ["50% of 2 min 40 s was training (starting 30 s; down 20 s; rest 16 s; redone 10 s; saving 4.0 s)"],
         "next": ["nothing: the run is done. A longer run would go on with step 9"],
     }
 
@@ -238,3 +253,55 @@ def test_status_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, timeout=60)
+
+
+# Stops, hangs, clocks
+
+
+def test_a_run_that_a_scheduler_stopped_says_what_is_saved(tmp_path: Path) -> None:
+    events = survived_run()
+    stop = next(index for index, line in enumerate(events) if line["event"] == "stop")
+    run = write_events(tmp_path / "run", events[: stop + 1])
+    commit_step(run, 7)
+    lines = told(status_of(run, 149))
+    assert lines["state"] == ["ended: stopped on SIGTERM, saved step 7, requeue, 10 s ago"]
+    assert lines["next"] == ["a start now goes on from global_step_7 with step 8"]
+    # 7 steps of 10 s in 139 s, and the 50 s by which one of them took longer.
+    assert lines["goodput"] == [
+        "50% of 2 min 19 s was training (stalled 50 s; starting 10 s; rest 6.6 s; saving 2.4 s)"
+    ]
+    assert lines["stall"] == [
+        "step 4, gen: took 50 s, 2027-01-15 08:01:15 UTC",
+        "stacks in stalls/0.txt and others there",
+    ]
+
+
+def test_of_a_hang_the_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
+    told_by = [event(50, "stall", step=1, phase="reward", rank=rank, limit=30.0) for rank in (0, 2, 3)]
+    run = write_events(tmp_path / "run", [start(0, world_size=4), resume(1, None), *told_by])
+    assert told(status_of(run, 60))["stall"] == [
+        "step 1, reward: did not go on within 30 s, 2027-01-15 08:00:50 UTC",
+        "rank 1 did not tell of it: stopped or gone, look there first",
+    ]
+
+
+def test_events_of_the_future_have_no_age(tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", [start(0), resume(10, None), step(7200, 1)])
+    status = status_of(run, 60)
+    assert status.last_event_age == 0.0
+    assert status.reason == "last event dated 1 h 59 min in the future: a clock was set back, so its age is not known"
+
+
+def test_a_loop_of_ones_own_that_ends_well_is_not_told_as_killed(tmp_path: Path) -> None:
+    with trained(tmp_path / "well", 1, 2).manager as manager:
+        pass
+    manager.close()  # once more says nothing more
+    with pytest.raises(KeyError), trained(tmp_path / "badly", 1).manager:
+        raise KeyError("price")
+    states = {name: run_status(tmp_path / name).state for name in ("well", "badly")}
+    assert states == {"well": "ended", "badly": "ended"}
+    assert run_status(tmp_path / "well").reason.startswith("done")
+    assert "stopped on an error" in run_status(tmp_path / "badly").reason
+    stops = [line for line in read_events(tmp_path / "well" / EVENTS) if line["event"] == "stop"]
+    assert [(stop["reason"], stop["step"]) for stop in stops] == [("done", 2)]
+    assert "killed" not in "".join(resumed(tmp_path / "well").manager.report.notes)

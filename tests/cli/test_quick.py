@@ -17,7 +17,7 @@ from milepost.cli import full, quick
 from milepost.cli.commands import function_of
 from milepost.cli.declared import Argument, Option
 
-READING = ("merge", "test", "convert", "inspect", "verify")
+READING = ("merge", "test", "convert", "inspect", "verify", "diff", "prune")
 WORDS = ("a", "b/c", "", "-", "--", "7", "0", "-1", "1.5", "1e-3", "nan", "x=y", "=", "bf16", "\u00e9")
 
 

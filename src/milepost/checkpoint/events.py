@@ -1,7 +1,9 @@
 """The diary of a run: `events.jsonl`, one JSON object a line, appended to by rank 0 and never rewritten.
 
-Each line has "time" (unix seconds) and "event": start, kill_seen, resume, step, validation, save_requested,
-save_durable, save_failed, set_aside, stop. What a killed process leaves is at worst one torn line, which readers
+Each line has "time" (unix seconds), "clock" (seconds of this machine's clock that is never set) and "event": start,
+kill_seen, resume, step, validation, save_requested, save_durable, save_failed, upload_durable, upload_failed,
+upload_skipped, set_aside, stall, stall_over, stop. A
+stall is told by each rank that it holds up. What a killed process leaves is at worst one torn line, which readers
 leave out and the next writer ends.
 """
 
@@ -16,21 +18,35 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 EVENTS = "events.jsonl"
+_PATIENCE = 5.0  # seconds
 _log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends events to a file. It never raises on a full or failing disk: a diary must not stop the training."""
+    """Appends events to a file. It never raises on a full or failing disk, and does not wait long for one that hangs: a
+    diary must not stop the training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._late: Thread | None = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Numbers that are not finite are written as null."""
-        line = json.dumps(plain_json({"time": time.time(), "event": event, **fields}), allow_nan=False)
+        clocks = {"time": time.time(), "clock": round(time.monotonic(), 3)}
+        line = json.dumps(plain_json({**clocks, "event": event, **fields}), allow_nan=False)
+        if self._late is not None and self._late.is_alive():
+            _log.warning("%s: event %s was not written: the file system does not answer", self.path, event)
+            return
+        thread = Thread(target=lambda: self._append(event, line), name="milepost-diary", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
+        self._late = thread
+
+    def _append(self, event: str, line: str) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One write a line, so that lines of two writers do not mix.

@@ -13,6 +13,14 @@ from statistics import median
 
 from milepost.checkpoint.resume import Part, Skipped
 
+_ENDS = {
+    "done": "done",
+    "killed": "killed",
+    "deadline": "stopped before its deadline",
+    "resize": "stopped for other machines to join",
+    "error": "stopped on an error",
+}
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -53,6 +61,7 @@ class Validation:
     session: int
     kept: bool
     metrics: Mapping[str, float]
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Save:
 
     requested, time:  unix seconds of the request and of the outcome
     seconds, bytes:   of a durable save, None where not recorded
+    stall:            seconds for which training waited, None where not recorded
     """
 
     step: int
@@ -72,6 +82,28 @@ class Save:
     bytes: int | None
     folder: str | None
     error: str | None
+    stall: float | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A phase of a step that took far longer than it ever did.
+
+    time:    unix seconds at which the first rank told of it
+    ranks:   those that told of it, ascending; one that does not is stopped, or gone
+    limit:   seconds after which they did
+    over:    how long it took in the end, in seconds; None where it did not end
+    stacks:  files with what the ranks were doing, in the run's folder
+    """
+
+    session: int
+    step: int
+    phase: str
+    time: float
+    ranks: tuple[int, ...]
+    limit: float | None
+    over: float | None
+    stacks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -95,8 +127,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Session:
-    """From one start to its end. `end` is the reason of its stop (done, signal, error), killed, or None: not known.
-    `error` is what it stopped on, in words; `index` counts from 0; start and last (event) are in unix seconds."""
+    """From one start to its end. `end` is the reason of its stop (done, signal, deadline, resize, error), killed, or
+    None: not known. `error` is what it stopped on, in words; `index` counts from 0; start and last (event) are in unix
+    seconds. Of a session that was asked to stop, `signal` is the signal's name, `stopped_at` the last finished step and
+    `saved` whether that one is on disk."""
 
     index: int
     start: float
@@ -113,6 +147,20 @@ class Session:
     error: str | None
     first_step: int | None
     last_step: int | None
+    signal: str | None = None
+    stopped_at: int | None = None
+    saved: bool | None = None
+
+    @property
+    def ended(self) -> str:
+        """How it ended, for people; empty where that is not known."""
+        if self.end is None:
+            return ""
+        said = {**_ENDS, "signal": f"stopped on {self.signal or 'a signal'}"}.get(self.end, self.end)
+        if self.saved is None:
+            return said
+        kept = f"saved step {self.stopped_at}" if self.saved else f"step {self.stopped_at} not saved"
+        return f"{said}, {kept if self.stopped_at else 'no step yet'}{'' if self.end == 'resize' else ', requeue'}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +172,7 @@ class RunHistory:
     validations: tuple[Validation, ...]
     saves: tuple[Save, ...]
     kills: tuple[Kill, ...]
+    stalls: tuple[Stall, ...] = ()
 
     @property
     def kept_steps(self) -> tuple[StepRecord, ...]:

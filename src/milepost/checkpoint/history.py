@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.events import EVENTS, begins_session, read_events
-from milepost.checkpoint.facts import Kill, Resume, RunHistory, Save, Session, StepRecord, Validation
+from milepost.checkpoint.facts import Kill, Resume, RunHistory, Save, Session, Stall, StepRecord, Validation
 from milepost.checkpoint.resume import Part, Skipped
 from milepost.errors import CallError
 
@@ -39,7 +39,7 @@ def read_history(run_dir: Path) -> RunHistory:
 
 def history_of(events: Iterable[Event]) -> RunHistory:
     """Turn events, in the order they were written, into facts."""
-    groups = _sessions_of(_timed(events))
+    groups = _forward([_by_one_clock(group) for group in _sessions_of(_timed(events))])
     kill_events = _take_kills(groups)
     lost = _lost(groups)
     sessions = tuple(
@@ -58,21 +58,47 @@ def history_of(events: Iterable[Event]) -> RunHistory:
             for session in sessions
             if session.end == "killed"
         ),
+        stalls=tuple(stall for index, group in enumerate(groups) for stall in _stalls(index, group)),
     )
 
 
 def _timed(events: Iterable[Event]) -> list[Event]:
-    """The events with a name and a usable time, made to run forward: a clock that was set back must not turn a bar
-    around."""
+    """The events with a name and a usable time."""
     timed: list[Event] = []
-    latest = 0.0
     for event in events:
         time = _number(event.get("time"))
-        if time is None or not 0.0 <= time <= _LAST_TIME or not isinstance(event.get("event"), str):
-            continue
-        latest = max(latest, time)
-        timed.append({**event, "time": latest})
+        if time is not None and 0.0 <= time <= _LAST_TIME and isinstance(event.get("event"), str):
+            timed.append({**event, "time": time})
     return timed
+
+
+def _by_one_clock(group: list[Event]) -> list[Event]:
+    """The events of a session in times that run as those of its process did, which no setting of the clock on the wall
+    moves: that of its first event, and from there by the clock that only counts."""
+    first = next((event for event in group if _duration(event.get("clock")) is not None), None)
+    if first is None:
+        return group
+    begun, count = first["time"], first["clock"]
+    retimed: list[Event] = []
+    for event in group:
+        clock = _duration(event.get("clock"))
+        # Other ranks, which tell of stalls, may be on other machines, whose clocks count from elsewhere.
+        own = clock is not None and clock >= count and _integer(event.get("rank")) in (None, 0)
+        time = begun + clock - count if own and clock is not None else event["time"]
+        retimed.append({**event, "time": min(time, _LAST_TIME)})
+    return retimed
+
+
+def _forward(groups: Sequence[list[Event]]) -> list[list[Event]]:
+    """Times that never run backward: a clock that was set back must not turn a bar around."""
+    latest = 0.0
+    forward: list[list[Event]] = []
+    for group in groups:
+        forward.append([])
+        for event in group:
+            latest = max(latest, event["time"])
+            forward[-1].append({**event, "time": latest})
+    return forward
 
 
 def _sessions_of(events: Sequence[Event]) -> list[list[Event]]:
@@ -141,7 +167,8 @@ def _step(session: int, step: int, kept: bool, event: Event) -> StepRecord:
 
 
 def _validation(session: int, step: int, kept: bool, event: Event) -> Validation:
-    return Validation(step, event["time"], session, kept, _metrics(event.get("metrics")))
+    seconds = _duration(event.get("seconds"))
+    return Validation(step, event["time"], session, kept, _metrics(event.get("metrics")), seconds)
 
 
 def _saves(session: int, group: Sequence[Event]) -> list[Save]:
@@ -153,9 +180,11 @@ def _saves(session: int, group: Sequence[Event]) -> list[Save]:
         if step is None:
             continue
         if kind == "save_requested":
-            requested[step] = event["time"]
+            # One that does not block is written down once its state has been taken, with how long that took.
+            requested[step] = event["time"] - (_duration(event.get("seconds")) or 0.0)
         elif kind in ("save_durable", "save_failed"):
             seconds = _duration(event.get("seconds"))
+            stall = _duration(event.get("stall"))
             saves.append(
                 Save(
                     step=step,
@@ -167,12 +196,42 @@ def _saves(session: int, group: Sequence[Event]) -> list[Save]:
                     bytes=_integer(event.get("bytes")),
                     folder=_text(event.get("folder")),
                     error=_text(event.get("error")),
+                    stall=seconds if stall is None else stall,
                 )
             )
     unheard = [
         Save(step, session, "open", time, group[-1]["time"], None, None, None, None) for step, time in requested.items()
     ]
     return sorted([*saves, *unheard], key=lambda save: save.requested)
+
+
+def _stalls(session: int, group: Sequence[Event]) -> list[Stall]:
+    """Every rank tells for itself: what they tell of the same phase of the same step is one stall."""
+    told: dict[tuple[int, str], list[Event]] = {}
+    for event in group:
+        step, phase = _integer(event.get("step")), _text(event.get("phase"))
+        if event["event"] in ("stall", "stall_over") and step is not None and phase is not None:
+            told.setdefault((step, phase), []).append(event)
+    stalls = []
+    for (step, phase), events in told.items():
+        begun = [event for event in events if event["event"] == "stall"]
+        took = [_duration(event.get("seconds")) for event in events if event["event"] == "stall_over"]
+        if begun:
+            ranks = {rank for event in begun if (rank := _integer(event.get("rank"))) is not None}
+            stacks = {file for event in begun if (file := _text(event.get("stacks"))) is not None}
+            stalls.append(
+                Stall(
+                    session=session,
+                    step=step,
+                    phase=phase,
+                    time=begun[0]["time"],
+                    ranks=tuple(sorted(ranks)),
+                    limit=_duration(begun[0].get("limit")),
+                    over=max((seconds for seconds in took if seconds is not None), default=None),
+                    stacks=tuple(sorted(stacks)),
+                )
+            )
+    return stalls
 
 
 def _session(index: int, group: Sequence[Event], killed: bool) -> Session:
@@ -199,6 +258,9 @@ def _session(index: int, group: Sequence[Event], killed: bool) -> Session:
         error=None if stop is None else _text(stop.get("error")),
         first_step=steps[0] if steps else None,
         last_step=steps[-1] if steps else None,
+        signal=None if stop is None else _text(stop.get("signal")),
+        stopped_at=None if stop is None else _integer(stop.get("step")),
+        saved=stop["saved"] if stop is not None and isinstance(stop.get("saved"), bool) else None,
     )
 
 

@@ -22,11 +22,14 @@ __all__ = [
     "Manifest",
     "check_files",
     "digest_file",
+    "parse_manifest",
     "read_manifest",
 ]
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""Since format 2 the manifest has a checksum of its own: xxh3_128 of what it says, as compact JSON with sorted keys."""
+_UNSEALED = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """As written."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "xxh3_128": _seal(content)}, indent=1) + "\n"
 
 
 def read_manifest(step_dir: Path) -> Manifest:
@@ -66,7 +70,17 @@ def read_manifest(step_dir: Path) -> Manifest:
     """
     path = step_dir / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        return parse_manifest(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise IncompleteError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
+    """What a manifest says; `path` is where it lies, for errors. Raises DamagedError as `read_manifest` does."""
+    try:
+        content = json.loads(data)
         _check_format(path, content)
         return Manifest(
             step=int(content["step"]),
@@ -78,20 +92,26 @@ def read_manifest(step_dir: Path) -> Manifest:
             version=str(content["version"]),
             run_id=str(content["run_id"]),
         )
-    except FileNotFoundError:
-        raise IncompleteError(f"{path} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{path} is no manifest of milepost: it was cut off or altered") from None
 
 
-def _check_format(path: Path, content: Any) -> None:
-    if content["format"] != FORMAT:
-        raise DamagedError(f"{path} has format {content['format']!r}; this version of milepost reads format {FORMAT}")
+def _check_format(path: Path | str, content: Any) -> None:
+    version = content["format"]
+    if version == FORMAT and content["xxh3_128"] != _seal({k: v for k, v in content.items() if k != "xxh3_128"}):
+        raise DamagedError(f"{path} says something else than was written: its checksum differs")
+    if version not in (_UNSEALED, FORMAT):
+        raise DamagedError(f"{path} has format {version!r}; this version of milepost reads formats 1 to {FORMAT}")
 
 
-def _record(manifest: Path, content: Any) -> FileRecord:
+def _seal(content: Mapping[str, Any]) -> str:
+    import xxhash  # noqa: PLC0415  only steps have manifests
+
+    said = json.dumps(json.loads(json.dumps(content)), sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(said.encode()).hexdigest()
+
+
+def _record(manifest: Path | str, content: Any) -> FileRecord:
     record = FileRecord(str(content["path"]), int(content["size"]), str(content["xxh3_128"]))
     path = PurePosixPath(record.path)
     if path.is_absolute() or ".." in path.parts:

@@ -20,6 +20,7 @@ from milepost.index import DTYPES, OPTIMIZER_PREFIX, TensorIndex
 from milepost.layouts import open_directory
 from milepost.layouts.huggingface import find_companions, read_config
 from milepost.mapping import to_live_form
+from milepost.mapping.masters import with_masters
 from milepost.transfer import execute, plan
 
 WINDOW_BYTES = 8 << 20
@@ -48,11 +49,14 @@ class Fit:
 
 def open_for(directory: Path, live: Mapping[str, LiveTensor]) -> TensorIndex:
     """The index of a role's directory under the names of the live model: experts stacked or each by itself, as that
-    has them."""
-    index = open_directory(directory)
+    has them, and masters in the place of weights of 16 bits."""
+    index = with_masters(open_directory(directory))
     companions = find_companions(directory)
     weights = [name for name in live if not name.startswith(OPTIMIZER_PREFIX)]
-    return index if companions is None else to_live_form(index, read_config(companions), weights)
+    try:
+        return index if companions is None else to_live_form(index, read_config(companions), weights)
+    except OSError as error:
+        raise DamagedError(f"{error.filename or companions} cannot be read: {error.strerror or error}") from error
 
 
 def fit(role: str, index: TensorIndex, live: Mapping[str, LiveTensor]) -> Fit:

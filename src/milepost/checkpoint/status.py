@@ -9,51 +9,30 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.events import EVENTS
-from milepost.checkpoint.facts import Resume, RunHistory, Session
+from milepost.checkpoint.facts import Resume, RunHistory, Session, Stall
+from milepost.checkpoint.goodput import Goodput, goodput
 from milepost.checkpoint.history import read_history
-from milepost.checkpoint.manifest import read_manifest
-from milepost.checkpoint.steps import StepState, list_steps, newest_good, scan, step_number
-from milepost.errors import CheckpointError, NotFoundError
-from milepost.wording import counted, duration, file_size, moment, ranges
+from milepost.checkpoint.inventory import StepFacts, facts_of
+from milepost.checkpoint.remote import url_of
+from milepost.checkpoint.steps import list_steps, newest_good, scan, step_number
+from milepost.errors import NotFoundError
+from milepost.wording import counted, duration, file_size, moment, printable, ranges
 
 FORMAT = 1
-ENDS = {"done": "done", "killed": "killed", "signal": "stopped on a signal", "error": "stopped on an error"}
 LOOKED_INTO = 10  # newest steps; each costs a look at every one of its files
 _QUIET_SECONDS = 120.0  # no event for this long says nothing yet
 _QUIET_STEPS = 10.0  # nor for this many typical steps
+_CLOCK_SECONDS = 60.0  # by which clocks of two machines may differ
 _MOST_LISTED = 10
+_MOST_STALLS = 3
 _LONGEST_LIST = 80  # characters of a list of step numbers
 _INDENT = 12
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """One step folder: how it was judged (see `milepost.checkpoint.steps`), and what it holds.
-
-    files, bytes:  as the manifest has them; without one, as the disk has them
-    created:       unix seconds, None without a manifest; `world_size` and `roles` likewise
-    """
-
-    folder: str
-    step: int
-    state: str
-    why: str
-    files: int
-    bytes: int
-    world_size: int | None
-    roles: tuple[str, ...]
-    created: float | None
-
-    @property
-    def good(self) -> bool:
-        """Whether training can go on from it."""
-        return self.state in ("committed", "foreign")
 
 
 @dataclass(frozen=True)
@@ -84,6 +63,8 @@ class RunStatus:
     on_disk:         the steps there are
     lost_steps:      finished steps that kills took, over the whole run
     next_step:       the step that a start now would do first; None where it would refuse, since no step is whole
+    goodput:         where the time of the run went, None before the first step
+    stalls:          phases that hung, oldest first
     """
 
     run_dir: Path
@@ -99,6 +80,8 @@ class RunStatus:
     kills: int
     lost_steps: int
     next_step: int | None
+    goodput: Goodput | None
+    stalls: tuple[Stall, ...]
 
     def lines(self) -> list[str]:
         """The answer in plain lines, ready to be printed."""
@@ -113,6 +96,9 @@ class RunStatus:
                 f"{counted(self.kills, 'kill')}, {counted(self.lost_steps, 'step')} lost" if self.kills else "no kills"
             )
             lines.append(_line("so far", f"{counted(self.starts, 'start')}, {kills}; world size {sizes}"))
+        if self.goodput is not None:
+            lines.append(_line("goodput", self.goodput.words()))
+        lines += _stall_lines(self.stalls, self.last_start)
         lines.append(_line("next", self._next()))
         return lines
 
@@ -157,11 +143,15 @@ def run_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         kills=len(history.kills),
         lost_steps=sum(kill.lost_steps for kill in history.kills),
         next_step=None if refuses else 1 if newest is None else newest.step + 1,
+        goodput=goodput(history),
+        stalls=history.stalls,
     )
 
 
 def require_run(run_dir: Path) -> None:
     """Raise NotFoundError unless `run_dir` is a directory with events or with step folders."""
+    if url_of(run_dir) is not None:
+        raise NotFoundError(f"{url_of(run_dir)}: only steps lie at a URL; milepost inspect lists them")
     if not run_dir.exists():
         raise NotFoundError(f"{run_dir}: no such directory. Give the run's directory, trainer.default_local_dir")
     if not run_dir.is_dir():
@@ -180,7 +170,7 @@ def steps_on_disk(run_dir: Path) -> StepsOnDisk:
     """Look into the newest steps of a run, and list the others: a run that keeps all has thousands."""
     found = newest_good(run_dir)
     states = list_steps(run_dir, newest=max(LOOKED_INTO, len(found.skipped) + 1))
-    facts = tuple(_facts(state) for state in states)
+    facts = tuple(facts_of(state) for state in states)
     return StepsOnDisk(
         looked_into=facts,
         listed=tuple(step.step for step in scan(run_dir) if not states or step.step < states[0].step),
@@ -190,34 +180,9 @@ def steps_on_disk(run_dir: Path) -> StepsOnDisk:
     )
 
 
-def _facts(state: StepState) -> StepFacts:
-    try:
-        manifest = read_manifest(state.path)
-    except CheckpointError:
-        sizes = _sizes_below(state.path)
-        return StepFacts(state.path.name, state.step, state.state, state.why, len(sizes), sum(sizes), None, (), None)
-    return StepFacts(
-        folder=state.path.name,
-        step=state.step,
-        state=state.state,
-        why=state.why,
-        files=len(manifest.files),
-        bytes=manifest.nbytes,
-        world_size=manifest.world_size,
-        roles=tuple(manifest.roles),
-        created=manifest.created,
-    )
-
-
-def _sizes_below(directory: Path) -> list[int]:
-    sizes = []
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            try:
-                sizes.append((Path(folder) / name).stat().st_size)
-            except OSError:
-                continue  # gone since it was listed, or a link to nothing: it holds no bytes
-    return sizes
+def is_running(history: RunHistory, now: float) -> bool:
+    """Whether the last session of a run seems to be alive. `now` is in unix seconds."""
+    return _state(history, now)[0] == "running"
 
 
 def _state(history: RunHistory, now: float) -> tuple[str, str, float | None]:
@@ -227,8 +192,10 @@ def _state(history: RunHistory, now: float) -> tuple[str, str, float | None]:
     last = history.sessions[-1]
     age = max(0.0, now - last.last)
     ago = f"{duration(age)} ago"
+    if last.last - now > _CLOCK_SECONDS:
+        ago = f"dated {duration(last.last - now)} in the future: a clock was set back, so its age is not known"
     if last.end is not None:
-        return "ended", f"{ENDS.get(last.end, last.end)}, {ago}{f': {last.error}' if last.error else ''}", age
+        return "ended", f"{last.ended}, {ago}{f': {last.error}' if last.error else ''}", age
     if last.pid is not None and last.host == socket.gethostname():
         if _is_alive(last.pid):
             return "running", f"process {last.pid} is there, last event {ago}", age
@@ -278,6 +245,26 @@ def _resume_lines(resume: Resume, world_size: int | None) -> list[str]:
     return lines
 
 
+def _stall_lines(stalls: Sequence[Stall], last: Session | None) -> list[str]:
+    """The newest phases that hung; of one that hangs now, who does not say so."""
+    lines = []
+    for stall in stalls[-_MOST_STALLS:]:
+        words = f"step {stall.step}, {stall.phase}: "
+        if stall.over is not None:
+            words += f"took {duration(stall.over)}"
+        else:
+            words += f"did not go on within {duration(stall.limit or 0.0)}"
+        lines.append(_line("stall", f"{words}, {moment(stall.time)}"))
+        size = last.world_size if last is not None and last.index == stall.session else None
+        silent = [rank for rank in range(size or 0) if rank not in stall.ranks]
+        if silent and stall.over is None:
+            ranks = f"{'ranks' if len(silent) > 1 else 'rank'} {ranges(silent)}"
+            lines.append(_line("", f"{ranks} did not tell of it: stopped or gone, look there first"))
+        if stall.stacks:
+            lines.append(_line("", f"stacks in {stall.stacks[0]}{' and others there' if stall.stacks[1:] else ''}"))
+    return lines
+
+
 def _step_lines(on_disk: StepsOnDisk) -> list[str]:
     lines = []
     newest = on_disk.newest
@@ -310,5 +297,4 @@ def numbers(steps: Collection[int]) -> str:
 
 
 def _line(label: str, words: str) -> str:
-    # Words come from files: a control character must not reach a terminal, nor half a surrogate pair its encoder.
-    return "".join(char if char.isprintable() else "?" for char in f"{label:<{_INDENT}}{words}".rstrip())
+    return printable(f"{label:<{_INDENT}}{words}".rstrip())

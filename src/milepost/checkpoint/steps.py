@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from milepost.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from milepost.errors import CheckpointError, DamagedError, IncompleteError, MilepostError
 from milepost.layouts import find_layout
 
@@ -96,18 +96,28 @@ def read_tracker(root: Path) -> int | None:
         return None
 
 
-def judge(step_dir: Path, roles: Collection[str] = (), *, named: bool = False) -> StepState:
+def judge(
+    step_dir: Path,
+    roles: Collection[str] = (),
+    *,
+    named: bool = False,
+    open_foreign: bool = True,
+    manifest: Manifest | None = None,
+) -> StepState:
     """Look into one step: is it whole?
 
-    roles:  roles that must be there ("actor", "critic"); without them, whatever roles there are
-    named:  the user named this step, so a foreign one is not asked for the `data.pt` that its writer writes last
+    roles:         roles that must be there ("actor", "critic"); without them, whatever roles there are
+    named:         the user named this step, so a foreign one is not asked for the `data.pt` that its writer writes last
+    open_foreign:  open the files of a foreign step, which has no manifest that says what they must be
+    manifest:      the step's own, where it was read already
     """
     number = step_number(step_dir)
     step = -1 if number is None else number
     try:
-        if (step_dir / MANIFEST).exists():
-            return StepState(_judge_own(step_dir, number, roles), step_dir, "committed")
-        _judge_foreign(step_dir, roles, named)
+        if manifest is not None or (step_dir / MANIFEST).exists():
+            known = manifest or read_manifest(step_dir)
+            return StepState(_judge_own(step_dir, known, number, roles), step_dir, "committed")
+        _judge_foreign(step_dir, roles, named, open_foreign)
     except IncompleteError as error:
         return StepState(step, step_dir, "incomplete", str(error))
     except CheckpointError as error:
@@ -117,8 +127,7 @@ def judge(step_dir: Path, roles: Collection[str] = (), *, named: bool = False) -
     return StepState(step, step_dir, "foreign")
 
 
-def _judge_own(step_dir: Path, number: int | None, roles: Collection[str]) -> int:
-    manifest = read_manifest(step_dir)
+def _judge_own(step_dir: Path, manifest: Manifest, number: int | None, roles: Collection[str]) -> int:
     if number is not None and number != manifest.step:
         raise DamagedError(f"{step_dir / MANIFEST} is of step {manifest.step}: the folder was renamed or mixed up")
     lacking = [role for role in roles if role not in manifest.roles]
@@ -132,7 +141,7 @@ def _judge_own(step_dir: Path, number: int | None, roles: Collection[str]) -> in
     return manifest.step
 
 
-def _judge_foreign(step_dir: Path, roles: Collection[str], named: bool) -> None:
+def _judge_foreign(step_dir: Path, roles: Collection[str], named: bool, open_files: bool) -> None:
     if not step_dir.is_dir():
         raise IncompleteError(f"{step_dir}: no such directory")
     # A step that is itself a role's directory is one model without roles: verl's supervised trainer writes such.
@@ -144,7 +153,8 @@ def _judge_foreign(step_dir: Path, roles: Collection[str], named: bool) -> None:
         layout = find_layout(directory) if directory.is_dir() else None
         if layout is None:
             raise IncompleteError(f"{directory} is missing or holds no checkpoint")
-        layout.open(directory)
+        if open_files:
+            layout.open(directory)
     # Without a manifest, what the other program writes last is the only sign that it came to its end.
     if not named and not any(_FOREIGN_DATA.fullmatch(path.name) for path in step_dir.iterdir()):
         raise IncompleteError(f"{step_dir} holds neither {MANIFEST} nor data.pt: it was not written to its end")

@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "convert": "converting",
         "inspect": "inspecting",
         "verify": "inspecting",
+        "diff": "diffing",
+        "prune": "pruning",
     }
 )
 """Each command, and the module beside this one that has the function of its name. A module is imported when one of its

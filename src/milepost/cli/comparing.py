@@ -20,6 +20,7 @@ from milepost.cli.options import (
     one,
     print_json,
     say_unused,
+    takes_urls,
 )
 from milepost.console import bytes_progress, note
 from milepost.jobs.compare import compare
@@ -27,6 +28,7 @@ from milepost.jobs.prepare import open_reference, prepare_to_compare
 from milepost.wording import counted, file_size
 
 
+@takes_urls("directory", "local_dir", "reference", "test_hf_dir")
 @of_call(TestCall)
 def test(
     directory: Directory = None,

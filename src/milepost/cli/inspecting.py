@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 from milepost.checkpoint import verify as verification
+from milepost.checkpoint.inventory import StepFacts, disk_steps, inventory, retention_of
 from milepost.checkpoint.locate import Located, locate, roles_of
-from milepost.checkpoint.manifest import MANIFEST, read_manifest
-from milepost.checkpoint.steps import judge, list_steps, read_tracker, scan
+from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.remote import url_of
+from milepost.checkpoint.retention import Decision, Retention, decide
+from milepost.checkpoint.steps import judge, read_tracker, scan
 from milepost.cli.declared import Option
 from milepost.cli.options import (
     Backend,
@@ -25,7 +30,9 @@ from milepost.cli.options import (
 from milepost.console import bytes_progress, note
 from milepost.index import OPTIMIZER_PREFIX, TensorIndex
 from milepost.layouts import find_layout
-from milepost.wording import counted, file_size
+from milepost.wording import counted, duration, file_size, printable
+
+REWARD = "critic/score/mean"
 
 
 def inspect(
@@ -45,6 +52,12 @@ def inspect(
     """
     del quiet
     path = one("DIR", "--local_dir", directory, local_dir)
+    url = url_of(path)
+    if url is not None:
+        from milepost.cli import at_url  # noqa: PLC0415  most calls name none
+
+        at_url.inspect(url, backend, name or [], as_json=json_)
+        return
     if path.is_dir() and find_layout(path, backend) is None and scan(path):
         _inspect_run(path, json_)
         return
@@ -53,7 +66,7 @@ def inspect(
     if not name and path.resolve() == step_dir.resolve():
         _inspect_step(step_dir, backend, json_)
     else:
-        _inspect_role(located, name or [], json_)
+        inspect_role(located, name or [], json_)
 
 
 def verify(
@@ -71,12 +84,23 @@ def verify(
     Takes a run (every step of it), a step, a role's directory or a model. Exit status 1 where anything is wrong.
     """
     path = one("DIR", "--local_dir", directory, local_dir)
+    url = url_of(path)
+    if url is not None:
+        from milepost.cli import at_url  # noqa: PLC0415  most calls name none
+
+        at_url.verify(url, deep=deep, as_json=json_, quiet=quiet)
+        return
     total = verification.bytes_to_read(path) if deep else 0
     with bytes_progress("verify", total, quiet=quiet or not deep) as progress:
         verdict = verification.verify(path, backend=backend, deep=deep, progress=progress)
-    if json_:
+    say_verdict(verdict, str(path), deep, json_)
+
+
+def say_verdict(verdict: verification.Verdict, path: str, deep: bool, as_json: bool) -> None:
+    """Print what was found; exit status 1 where it is not good."""
+    if as_json:
         print_json(
-            ok=verdict.ok, path=str(path), kind=verdict.kind, files=verdict.files, bytes=verdict.nbytes, deep=deep,
+            ok=verdict.ok, path=path, kind=verdict.kind, files=verdict.files, bytes=verdict.nbytes, deep=deep,
             problems=list(verdict.problems), notes=list(verdict.notes),
         )  # fmt: skip
     else:
@@ -92,28 +116,62 @@ def verify(
 
 
 def _inspect_run(path: Path, as_json: bool) -> None:
-    steps = list_steps(path)
-    sizes = {}
-    for state in steps:
-        manifest = read_manifest(state.path) if state.state == "committed" else None
-        sizes[state.step] = (manifest.nbytes, manifest.world_size) if manifest else (None, None)
+    facts = inventory(path)
+    retention = retention_of(path)
+    steps = disk_steps(path, whole={step.step: step.good for step in facts})
+    decisions = decide(steps, None if retention is None else retention.policy)
+    say_run(str(path), facts, decisions, retention, read_tracker(path), as_json)
+
+
+def say_run(
+    path: str,
+    facts: Sequence[StepFacts],
+    decisions: Sequence[Decision],
+    retention: Retention | None,
+    tracker: int | None,
+    as_json: bool,
+) -> None:
+    """Print the steps of a run, and which stay."""
+    now = time.time()
     if as_json:
         print_json(
-            kind="run", path=str(path), tracker=read_tracker(path),
+            kind="run", path=path, tracker=tracker, retention=None if retention is None else retention.as_json(),
             steps=[
-                {"step": s.step, "path": str(s.path), "state": s.state, "why": s.why, "bytes": sizes[s.step][0],
-                 "world_size": sizes[s.step][1]}
-                for s in steps
+                {**asdict(s), "path": f"{path}/{s.folder}", "kept": d.kept, "kept_why": d.why,
+                 "age": None if s.created is None else now - s.created}
+                for s, d in zip(facts, decisions, strict=True)
             ],
         )  # fmt: skip
         return
-    tracker = read_tracker(path)
     named = "no step is named by the tracker" if tracker is None else f"the tracker says {tracker}"
-    print(f"run {path}: {counted(len(steps), 'step')}, {named}")
-    for state in steps:
-        nbytes, world_size = sizes[state.step]
-        detail = f"{file_size(nbytes)}, world size {world_size}" if nbytes is not None else state.why
-        print(f"  {state.step:>8}  {state.state:11} {detail}")
+    size = file_size(sum(step.bytes for step in facts))
+    print(f"run {path}: {counted(len(facts), 'step')}, {size}, {named}")
+    print(f"keeps {'all steps, as far as is known here' if retention is None else retention}")
+    metric = _shown_metric(facts, retention)
+    rows = [("step", "state", "size", "age", "engine", "ranks", metric or "", "kept")]
+    for step, decision in zip(facts, decisions, strict=True):
+        rows.append(
+            (
+                str(step.step), step.state, file_size(step.bytes),
+                "" if step.created is None else duration(max(0.0, now - step.created)),
+                "+".join(dict.fromkeys(step.layouts)), "" if step.world_size is None else str(step.world_size),
+                f"{step.metrics[metric]:.4g}" if metric in step.metrics else "",
+                f"{'yes' if decision.kept else 'no'}, {decision.why}",
+            )
+        )  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row, why in zip(rows, ["", *(step.why for step in facts)], strict=True):
+        cells = [cell.rjust(width) if column != 1 else cell.ljust(width)
+                 for column, (cell, width) in enumerate(zip(row, widths, strict=False)) if width]  # fmt: skip
+        print(printable("  ".join(["", *cells, row[-1]]).rstrip()))
+        if why:
+            print(printable(f"      {why}"))
+
+
+def _shown_metric(facts: Sequence[StepFacts], retention: Retention | None) -> str:
+    """The one metric that a line has room for: what retention goes by, or the reward; empty where no step has it."""
+    wanted = (retention.keep_best if retention is not None else None) or REWARD
+    return wanted if any(wanted in step.metrics for step in facts) else ""
 
 
 def _inspect_step(step_dir: Path, backend: str, as_json: bool) -> None:
@@ -131,7 +189,8 @@ def _inspect_step(step_dir: Path, backend: str, as_json: bool) -> None:
         _echo_facts(of_role)
 
 
-def _inspect_role(located: Located, globs: list[str], as_json: bool) -> None:
+def inspect_role(located: Located, globs: list[str], as_json: bool) -> None:
+    """Print what a role's directory holds, and the tensors that the globs match."""
     index = located.layout.open(located.directory)
     chosen = {name: entry for name, entry in index.items() if any(fnmatchcase(name, glob) for glob in globs)}
     facts = _facts(located, index)

@@ -21,6 +21,7 @@ from milepost.cli.options import (
     one,
     print_json,
     say_unused,
+    takes_urls,
     team_at,
     this_launch,
 )
@@ -30,6 +31,7 @@ from milepost.jobs.prepare import prepare
 from milepost.wording import duration, file_size
 
 
+@takes_urls("directory", "local_dir")
 @of_call(MergeCall)
 def merge(
     directory: Directory = None,

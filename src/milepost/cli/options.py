@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 from milepost.checkpoint.locate import Located
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.parts import locate_part
+from milepost.checkpoint.remote import url_of
 from milepost.checkpoint.steps import judge
 from milepost.cli.declared import Argument, Option
 from milepost.console import note
@@ -87,6 +88,26 @@ def found(source: Path, role: str | None, backend: str, quiet: bool) -> tuple[Lo
         if not state.good:
             note(f"beware: {step_dir.name} is {state.state}: {state.why}")
     return located, part
+
+
+def takes_urls(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let parameters of a command be URLs: for each it gets a copy on this machine, which goes when it ends."""
+
+    def change(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_copies(**given: Any) -> None:
+            urls = {name: url for name in names if (url := url_of(given.get(name) or "")) is not None}
+            if not urls:
+                command(**given)
+                return
+            from milepost.cli.at_url import copies  # noqa: PLC0415  most calls name none
+
+            with copies(urls, given.get("role"), quiet=given.get("quiet", False)) as paths:
+                command(**{**given, **paths})
+
+        return with_copies
+
+    return change
 
 
 def one(argument: str, option: str, first: Path | None, second: Path | None) -> Path:

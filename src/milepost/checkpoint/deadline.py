@@ -1,0 +1,80 @@
+"""A time limit for what may never return: a file system whose server is gone answers no call; no signal ends the wait.
+
+So such calls are made in a thread, and who asked waits for it no longer than the time that is left. The thread is then
+left to itself: it ends when the file system answers, or with the process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import TypeVar
+
+from milepost.errors import WriteError
+from milepost.wording import duration
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The time that a save may take. `seconds`: from now on; infinity: as long as it will."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+        self.missed = False
+
+    def left(self) -> float | None:
+        """Seconds; None: no limit."""
+        return None if math.isinf(self._seconds) else max(0.0, self._end - time.monotonic())
+
+    def within(self, what: object | Callable[[], object], act: Callable[[], T]) -> T:
+        """Do `act` and return its result, or raise what it raises. Raises WriteError where the time is over before it.
+
+        what: the file or folder that is waited for, for the message; where it is a function, asked only then
+        """
+        if math.isinf(self._seconds):
+            return act()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(act())
+            except BaseException as error:  # noqa: BLE001  raised by who waits
+                errors.append(error)
+
+        thread = Thread(target=run, name="milepost-in-time", daemon=True)
+        thread.start()
+        thread.join(self.left())
+        if errors:
+            raise errors[0]
+        if results:
+            return results[0]
+        raise self.miss(what() if callable(what) else what)
+
+    def check(self, what: object) -> None:
+        """Raise WriteError where the time is over: who asked has given up, so nothing may be changed any more."""
+        if self.left() == 0.0:
+            raise self.miss(what)
+
+    def miss(self, what: object) -> WriteError:
+        """The error of a call that did not come to its end in time."""
+        self.missed = True
+        return WriteError(
+            f"{what}: the file system did not answer within {duration(self._seconds)} (save_timeout); look after it, "
+            "or choose another place"
+        )
+
+
+NO_DEADLINE = Deadline()
+
+
+def in_time(seconds: float, act: Callable[[], object]) -> bool:
+    """Do `act`, which raises nothing, and wait for it so long at most; whether it came to its end."""
+    thread = Thread(target=act, name="milepost-in-time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -1,0 +1,174 @@
+"""Deleting what retention lets go: whole steps, exports inside steps that stay, and what killed saves have left.
+
+A step first loses its name and then its files (`commit.delete_step`). An export first loses its place in the manifest,
+by one rename, and then its files. So at every moment, and after every kill, what the disk says is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from milepost.checkpoint.commit import delete_step, litter, mend_tracker
+from milepost.checkpoint.files import sync_directory, write_durably
+from milepost.checkpoint.history import read_history
+from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps, export_files, is_export_path
+from milepost.checkpoint.lock import LOCK, exclusive
+from milepost.checkpoint.manifest import MANIFEST, read_manifest
+from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
+from milepost.checkpoint.status import is_running
+from milepost.checkpoint.steps import read_tracker, scan
+from milepost.errors import CheckpointError, NotFoundError, WriteError
+
+HF_MODEL = "hf_model"
+STEP, EXPORT = "step", "export"
+_QUIET_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Going:
+    """Something that is to be deleted, and its bytes. `what`: `STEP`, or `EXPORT` of a step that stays."""
+
+    what: str
+    step: int
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What retention says of a run: a decision for every step, and what goes."""
+
+    root: Path
+    decisions: tuple[Decision, ...]
+    going: tuple[Going, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it frees."""
+        return sum(one.bytes for one in self.going)
+
+
+def plan_prune(root: Path, retention: Retention, *, whole: dict[int, bool] | None = None) -> PrunePlan:
+    """Decide from the disk what goes; nothing is changed. `whole`: steps of which it is known whether they are."""
+    steps = disk_steps(root, whole=whole)
+    decisions = decide(steps, retention.policy)
+    gone = {decision.step for decision in decisions if not decision.kept}
+    by_number = {step.step: step for step in steps if step.own}
+    going = [Going(STEP, number, by_number[number].path, _bytes_of(by_number[number])) for number in sorted(gone)]
+    staying = [step for step in steps if step.step not in gone]
+    for number in exports_to_drop(staying, retention.keep_exports):
+        step = by_number[number]
+        if _can_drop_export(step):
+            files = [file for role in read_manifest(step.path).roles for file in export_files(step.path / role)]
+            going.append(Going(EXPORT, number, step.path, sum(file.stat().st_size for file in files)))
+    return PrunePlan(root, decisions, tuple(going))
+
+
+def carry_out(plan: PrunePlan, *, spare: int | None = None) -> tuple[Going, ...]:
+    """Delete what a plan says; returns what is gone. What a disk refuses to delete stays, and is logged.
+
+    spare: a step that is being read, and stays for now
+    """
+    going = {one.step for one in plan.going if one.what == STEP}
+    if read_tracker(plan.root) in going:
+        # It must not name what is not there. The newest whole step never goes, so there is one to name.
+        newest = next((step for step in reversed(disk_steps(plan.root)) if step.own and step.whole), None)
+        if newest is not None:
+            mend_tracker(plan.root, newest.step)
+    gone = []
+    for one in plan.going:
+        if one.step == spare:
+            continue
+        if one.what == EXPORT:
+            drop_export(one.path)
+        else:
+            delete_step(one.path)
+        if one.what == EXPORT or not one.path.exists():
+            gone.append(one)
+    return tuple(gone)
+
+
+def drop_export(step_dir: Path) -> None:
+    """Delete a step's weights in Hugging Face's form; config and tokenizer stay. The step stays whole throughout."""
+    manifest = read_manifest(step_dir)
+    kept = tuple(record for record in manifest.files if not is_export_path(record.path))
+    without = replace(manifest, files=kept, contents=tuple(name for name in manifest.contents if name != HF_MODEL))
+    if without != manifest:
+        for left in step_dir.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed right here
+            left.unlink()
+        fresh = step_dir / f".{MANIFEST}.{secrets.token_hex(4)}.tmp"
+        write_durably(fresh, without.to_json().encode())
+        fresh.replace(step_dir / MANIFEST)
+        sync_directory(step_dir)
+    for role in manifest.roles:
+        for file in export_files(step_dir / role):
+            file.unlink()
+
+
+def pin(root: Path, steps: Collection[int], *, pinned: bool = True) -> None:
+    """Mark steps of a run as to be kept, or take the mark away. NotFoundError where there is no such step."""
+    places = {place.step: place.path for place in scan(root)}
+    for step in steps:
+        if step not in places:
+            raise NotFoundError(f"{root} holds no step {step}")
+    for step in steps:
+        mark = places[step] / PIN
+        if pinned:
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
+        sync_directory(places[step])
+
+
+def sweepable(root: Path, *, certain: bool) -> list[str]:
+    """The names of what killed saves have left in a run's folder. Unless it is `certain` that nobody saves there now,
+    only what has not been touched for `_QUIET_SECONDS`."""
+    return [name for name in litter(root) if certain or time.time() - _touched(root / name) > _QUIET_SECONDS]
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[bool]:
+    """Hold the folder of a run against every other process. Yields whether it is certain that no run writes there.
+
+    Raises WriteError where a run is alive. A run that takes no lock (the manager in somebody's own loop) is known by
+    its diary alone, if it has one.
+    """
+    locks = (root / LOCK).exists()
+    with contextlib.ExitStack() as held:
+        if locks:
+            try:
+                held.enter_context(exclusive(root, f"prune-{secrets.token_hex(4)}"))
+            except WriteError as error:
+                raise WriteError(f"{root}: nothing is deleted while a run is alive there ({error})") from None
+        history = read_history(root)
+        last = history.sessions[-1] if history.sessions else None
+        here = locks and last is not None and last.host == socket.gethostname()
+        if last is not None and not here and is_running(history, time.time()):
+            where = f" on {last.host}" if last.host else ""
+            raise WriteError(f"{root}: the run{where} may be alive, its diary is fresh; stop it first, or wait")
+        yield locks
+
+
+def _can_drop_export(step: DiskStep) -> bool:
+    """Only where the role's own weights lie beside them."""
+    manifest = read_manifest(step.path)
+    return "model" in manifest.contents and "huggingface" not in manifest.roles.values()
+
+
+def _bytes_of(step: DiskStep) -> int:
+    try:
+        return read_manifest(step.path).nbytes
+    except CheckpointError:
+        return sum(file.stat().st_size for file in step.path.rglob("*") if file.is_file())
+
+
+def _touched(path: Path) -> float:
+    """When anything in there was last written, in unix seconds."""
+    times = [path.stat().st_mtime, *(below.stat().st_mtime for below in path.rglob("*"))]
+    return max(times)

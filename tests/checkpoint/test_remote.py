@@ -1,0 +1,399 @@
+"""Steps at a URL, over fsspec's folder in memory and on a disk; a real server is in test_remote_s3.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_engine import disk_is_at, halve, names, resumed, trained
+
+from milepost.checkpoint.comm import on_rank_0_at_length
+from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.fetching import place_of, step_at
+from milepost.checkpoint.inventory import PIN
+from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.remote import Remote, side_by_side, url_of
+from milepost.checkpoint.remote_steps import UPLOADING, RemoteStep, plan_remote, remote_steps
+from milepost.checkpoint.retention import Retention
+from milepost.checkpoint.status import require_run
+from milepost.checkpoint.steps import TRACKER
+from milepost.cli.app import run as milepost
+from milepost.errors import CallError, NotFoundError, UploadError
+
+pytest.importorskip("fsspec")
+pytest.importorskip("tenacity")
+MODEL = "actor/model_world_size_1_rank_0.pt"
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory://{tmp_path}/there" if request.param == "memory" else f"file://{tmp_path}/there"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Remote.__init__
+
+    def quick(self: Remote, url: str, **options: Any) -> None:
+        made(self, url, **{"attempts": 2, "wait": 0.001, **options})
+
+    monkeypatch.setattr(Remote, "__init__", quick)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+def numbers(url: str) -> list[int]:
+    return [step.step for step in remote_steps(Remote(url)) if step.whole]
+
+
+def events(root: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(root / EVENTS) if event["event"] == kind]
+
+
+class Failing:
+    """Makes writing to a URL fail for the names that `when` says, as a network does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[str], bool]) -> None:
+        self.broken = True
+        real = Remote._at
+
+        def at(remote: Remote, name: str) -> str:
+            if self.broken and when(name):
+                raise ConnectionResetError("the connection was cut")
+            return real(remote, name)
+
+        monkeypatch.setattr(Remote, "_at", at)
+
+
+# What a URL is
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        (Path("file:///tmp/x"), "file:///tmp/x"),
+        (Path("memory://run/"), "memory://run"),
+        (Path("/tmp/s3:/x"), None),
+        (Path("run/global_step_1"), None),
+        (Path("C:/x"), None),
+    ],
+)
+def test_urls_survive_being_a_path(path: Path, url: str | None) -> None:
+    assert url_of(path) == url
+
+
+def test_an_unknown_kind_of_url_is_one_sentence() -> None:
+    with pytest.raises(CallError, match="nosuch"):
+        Remote("nosuch://bucket/run")
+    with pytest.raises(NotFoundError, match="only steps lie at a URL"):
+        require_run(Path("s3://bucket/run"))
+
+
+# Uploading
+
+
+def test_every_step_is_there_once_the_run_is_closed(url: str, root: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    assert numbers(url) == [1, 2]
+    remote = Remote(url)
+    assert remote.read(TRACKER) == b"2"
+    for step in remote_steps(remote):
+        here = root / step.folder
+        files = {path.relative_to(here).as_posix(): path for path in here.rglob("*") if path.is_file()}
+        assert set(step.sizes) == set(files)
+        assert all(remote.read(f"{step.folder}/{name}") == path.read_bytes() for name, path in files.items())
+    done = events(root, "upload_durable")
+    assert {event["step"] for event in done} == {1, 2} and all(event["bytes"] > 0 for event in done)
+
+
+def test_the_manifest_is_written_last(root: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for verb in ("put", "put_bytes"):
+        real = getattr(Remote, verb)
+
+        def watched(remote: Remote, what: Any, name: str, real: Any = real) -> None:
+            seen.append(name)
+            real(remote, what, name)
+
+        monkeypatch.setattr(Remote, verb, watched)
+    trained(root, 1, remote=url).manager.close()
+    assert seen[-2:] == [f"global_step_1/{MANIFEST}", TRACKER]
+    assert MODEL in {name.partition("/")[2] for name in seen[:-2]}
+
+
+@pytest.mark.parametrize("broken", [MODEL, "trainer_state.json", MANIFEST])
+def test_a_cut_connection_counts_no_step_and_the_next_call_says_so(
+    root: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{root}/there"
+    failing = Failing(monkeypatch, lambda name: name.endswith(broken))
+    run = trained(root, 1, remote=url)
+    assert run.manager._mirror is not None
+    while not events(root, "upload_failed"):
+        threading.Event().wait(0.01)
+    assert numbers(url) == []
+    with pytest.raises(UploadError, match=r"step 1 is durable in .*connection was cut") as caught:
+        run.train(2)
+    assert "after 2 tries" in str(caught.value)
+    assert disk_is_at(root / "global_step_2", 2)  # what failed there harms nothing here
+    failing.broken = False
+    with contextlib.suppress(UploadError):  # where step 2 was tried before it was mended
+        run.manager.close()
+    resumed(root, remote=url).manager.close()
+    assert numbers(url) == [1, 2]
+
+
+def test_a_restart_uploads_what_a_kill_kept_back(url: str, root: Path) -> None:
+    trained(root, 1, 2, 3).manager.close()
+    resumed(root, remote=url).manager.close()
+    assert numbers(url) == [1, 2, 3]
+
+
+def test_what_a_killed_upload_left_goes_once_its_step_did(url: str, root: Path) -> None:
+    trained(root, 1, remote=url).manager.close()
+    remote = Remote(url)
+    for folder, mark in (("global_step_1", True), ("global_step_0", True), ("global_steps_0", False)):
+        if folder != "global_step_1":
+            remote.put_bytes(b"half", f"{folder}/{MODEL}")
+        if mark:
+            remote.put_bytes(b"", f"{folder}/{UPLOADING}")
+    remote.put_bytes(b"half", f"global_step_9/{MODEL}")
+    remote.put_bytes(b"", f"global_step_9/{UPLOADING}")
+    newest = step_at(place_of(url))
+    assert newest is not None and newest.step == 1
+    remote.remove_folder("global_step_9")
+    run = resumed(root, remote=url)
+    run.train(2)
+    run.manager.close()
+    assert numbers(url) == [1, 2]
+    assert remote.folders() == ["global_step_1", "global_step_2", "global_steps_0"]  # the last is somebody else's
+
+
+def test_a_step_is_uploaded_once(url: str, root: Path) -> None:
+    trained(root, 1, remote=url).manager.close()
+    resumed(root, remote=url).manager.close()
+    assert len(events(root, "upload_durable")) == 1
+
+
+def test_another_history_s_step_of_the_same_number_is_not_taken_for_ours(url: str, root: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "other", 1, remote=url).manager.close()
+    trained(root, 1).manager.close()
+    resumed(root, remote=url).manager.close()
+    remote = Remote(url)
+    assert remote.read(f"global_step_1/{MANIFEST}") == (root / "global_step_1" / MANIFEST).read_bytes()
+    (aside,) = [name for name in remote.folders() if name.startswith("set_aside_")]
+    theirs = (tmp_path / "other/global_step_1" / MANIFEST).read_bytes()
+    assert remote.read(f"{aside}/global_step_1/{MANIFEST}") == theirs
+
+
+def test_both_places_keep_the_same(url: str, root: Path) -> None:
+    kept = Retention(keep_last=1, keep_every=2)
+    run = trained(root, 1, remote=url, retention=kept)
+    for step in (2, 3, 4, 5):
+        run.train(step)
+        mirror = run.manager._mirror
+        assert mirror is not None
+        while step not in mirror._there:
+            threading.Event().wait(0.01)
+    run.manager.close()
+    assert numbers(url) == [2, 4, 5]
+    assert names(root) == {"global_step_2", "global_step_4", "global_step_5", TRACKER}
+
+
+def test_a_step_that_is_being_uploaded_stays_here_until_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keep_last=1, and an upload slower than the saves: 1 is held while it is read, 2 is left out and told of."""
+    url = f"memory://{root}/there"
+    going, begun = threading.Event(), threading.Event()
+    put = Remote.put
+
+    def slow(remote: Remote, source: Path, name: str) -> None:
+        begun.set()
+        assert going.wait(30)
+        put(remote, source, name)
+
+    monkeypatch.setattr(Remote, "put", slow)
+    run = trained(root, 1, remote=url, keep_last=1)
+    assert begun.wait(30)
+    run.train(2, 3)
+    assert names(root) == {"global_step_1", "global_step_3", TRACKER}
+    going.set()
+    run.manager.close()
+    assert numbers(url) == [3]
+    assert names(root) == {"global_step_3", TRACKER}
+    assert [event["step"] for event in events(root, "upload_skipped")] == [2]
+
+
+def test_an_export_has_its_budget_there_too(url: str, root: Path) -> None:
+    run = trained(root, 1, remote=url)
+    run.manager.close()
+    remote = Remote(url)
+    (step,) = remote_steps(remote)
+    remote.put_bytes(b"weights", "global_step_1/actor/huggingface/model.safetensors")
+    plan_remote(remote_steps(remote), Retention(keep_exports=0)).carry_out()
+    (left,) = remote_steps(remote)
+    assert left.whole and not left.has_export and step.whole
+
+
+# Resuming
+
+
+def test_a_new_machine_goes_on_from_the_url(url: str, root: Path, tmp_path: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    run = resumed(tmp_path / "new", remote=url)
+    assert run.is_at(2)
+    assert any("step 2 was fetched from" in line for line in run.manager.report.lines())
+    run.train(3)
+    run.manager.close()
+    assert numbers(url) == [1, 2, 3]
+    assert names(tmp_path / "new") == {"global_step_2", "global_step_3", TRACKER}
+
+
+def test_the_newer_of_both_places_is_taken(url: str, root: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    resumed(root).train(3)
+    run = resumed(root, remote=url)
+    assert run.is_at(3)
+    run.manager.close()
+    halve(root / "global_step_3" / MODEL)
+    run = resumed(root, remote=url)
+    assert run.is_at(3)  # from there, and the damaged one here is moved aside, not deleted
+    assert disk_is_at(root / "global_step_3", 3)
+    assert any(path.name.startswith("set_aside_") for path in root.iterdir())
+
+
+def test_a_damaged_step_there_is_passed_over(url: str, root: Path, tmp_path: Path) -> None:
+    trained(root, 1, 2, 3, remote=url).manager.close()
+    remote = Remote(url)
+    data = bytearray(remote.read(f"global_step_3/{MODEL}"))
+    data[len(data) // 2] ^= 1
+    remote.put_bytes(bytes(data), f"global_step_3/{MODEL}")
+    remote.put_bytes(b"cut off", f"global_step_2/{MODEL}")
+    run = resumed(tmp_path / "new", remote=url)
+    assert run.is_at(1)
+    text = "\n".join(run.manager.report.lines())
+    assert "passed over step 3" in text and "checksum" in text and "has 7 bytes instead of" in text
+    run.train(2)
+    run.manager.close()
+    assert numbers(url) == [1, 2]  # the other history's 2 and 3 were moved aside
+    assert any(name.startswith("set_aside_") for name in remote.folders())
+    assert not [path for path in (tmp_path / "new").iterdir() if path.name.endswith(".tmp")]
+
+
+def test_a_fresh_start_moves_the_older_history_aside(url: str, root: Path, tmp_path: Path) -> None:
+    trained(root, 5, 6, remote=url).manager.close()
+    run = resumed(tmp_path / "new", "disable", remote=url)
+    run.train(1)
+    run.manager.close()
+    assert numbers(url) == [1]
+    assert resumed(tmp_path / "newer", remote=url).is_at(1)
+
+
+def test_a_url_that_does_not_answer_is_no_fresh_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Failing(monkeypatch, lambda name: True)
+    with pytest.raises(CallError, match="after 2 tries: the connection was cut"):
+        resumed(root, remote=f"memory://{root}/there")
+
+
+def test_a_step_named_by_its_url(url: str, root: Path, tmp_path: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    run = resumed(tmp_path / "new", "resume_path", Path(f"{url}/global_step_1"))
+    assert run.is_at(1)
+    with pytest.raises(NotFoundError, match="holds no step 7"):
+        resumed(tmp_path / "other", "resume_path", Path(f"{url}/global_step_7"))
+
+
+def test_a_merge_by_url_is_the_merge(zoo: Path, tmp_path: Path) -> None:
+    step = tmp_path / "run/global_step_7"
+    shutil.copytree(zoo / "tied" / "actor", step / "actor")
+    (step / "critic").mkdir()
+    (step / "critic" / "unread").write_bytes(b"1")
+    assert milepost(["merge", str(step), str(tmp_path / "here"), "-q"]) == 0
+    assert milepost(["merge", f"file://{step}", str(tmp_path / "there"), "-q"]) == 0
+    assert milepost(["merge", f"file://{step}/actor", str(tmp_path / "role"), "-q"]) == 0
+    for path in (tmp_path / "here").iterdir():
+        for other in ("there", "role"):
+            assert (tmp_path / other / path.name).read_bytes() == path.read_bytes()
+    assert milepost(["merge", f"file://{tmp_path}/nothing", str(tmp_path / "no"), "-q"]) == 2
+
+
+# Small parts
+
+
+class _Two:
+    """Two ranks in two threads, as a Communicator."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self._barrier, self._values = rank, barrier, values
+        self.meetings = 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(10)
+        seen = list(self._values)
+        self._barrier.wait(10)
+        self.meetings += 1
+        return seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_takes_rank_0_long_keeps_no_other_rank_waiting(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("milepost.checkpoint.comm._BEAT", 0.01)
+    barrier, values, said = threading.Barrier(2), [None, None], {}
+
+    def long() -> str:
+        threading.Event().wait(0.2)
+        if fails:
+            raise CallError("the network is gone")
+        return "fetched"
+
+    def work(comm: Any) -> None:
+        try:
+            said[comm.rank] = on_rank_0_at_length(comm, long)
+        except CallError as error:
+            said[comm.rank] = str(error)
+
+    comms = [_Two(rank, barrier, values) for rank in range(2)]
+    threads = [threading.Thread(target=work, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == dict.fromkeys((0, 1), "rank 0: the network is gone" if fails else "fetched")
+    assert comms[1].meetings > 3
+
+
+def test_the_first_error_stops_the_others() -> None:
+    done: list[int] = []
+
+    def act(number: int) -> None:
+        if number == 3:
+            raise ValueError("three")
+        done.append(number)
+
+    with pytest.raises(ValueError, match="three"):
+        side_by_side(range(1000), act, workers=1)
+    assert done == [0, 1, 2]
+
+
+def test_a_pin_goes_along(url: str, root: Path) -> None:
+    trained(root, 1).manager.close()
+    (root / "global_step_1" / PIN).touch()
+    run = resumed(root, remote=url, keep_last=1)
+    run.train(2)
+    run.manager.close()
+    assert numbers(url) == [1, 2]
+    step = remote_steps(Remote(url))[0]
+    assert isinstance(step, RemoteStep) and step.pinned
+    assert json.loads(json.dumps(step.facts().metrics)) == {"reward": 0.1}
