@@ -87,6 +87,36 @@ def killed_run() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def survived_run() -> list[dict[str, Any]]:
+    """Steps 1 to 11 in four sessions that met with all that a run can meet with, 273 s in all.
+
+    session  0 to 139 s    2 ranks; step 4 takes 60 s, since 50 of them its rollout hung; 4 is saved in the background,
+                           for which training waits 0.4 s; the save of 6 fails; stopped on SIGTERM after 7
+             160 to 195 s  1 rank, steps 8 and 9, then killed
+             210 to 248 s  2 ranks, steps 8 to 10; stopped for others to join
+             255 to 273 s  4 ranks, step 11
+    """
+    stall = {"step": 4, "phase": "gen", "limit": 30.0}
+    return [
+        start(0), resume(10, None), step(20, 1), step(30, 2), *save(31, 2), step(43, 3),
+        *(event(75, "stall", **stall, rank=rank, seconds=30.0, stacks=f"stalls/{rank}.txt") for rank in (1, 0)),
+        event(95, "stall_over", step=4, phase="gen", rank=0, seconds=50.0),
+        event(95, "stall_over", step=4, phase="gen", rank=1, seconds=49.5),
+        step(104, 4, took=60.0), event(104.5, "save_requested", step=4, bytes=2_000_000, seconds=0.4, rate=5e6),
+        step(115, 5),
+        event(118, "save_durable", step=4, bytes=2_000_000, seconds=13.9, stall=0.4, folder="global_step_4"),
+        step(125, 6), event(125.1, "save_requested", step=6),
+        event(126, "save_failed", step=6, error="the disk is full"),
+        step(136, 7), *save(137, 7), event(139, "stop", reason="signal", signal="SIGTERM", step=7, saved=True),
+        start(160, world_size=1), resume(165, 7, world_size=1), step(180, 8), step(195, 9),
+        start(210, attempt=1), event(214, "kill_seen", last_step=9, committed_step=7, lost_steps=2, attempt=0),
+        resume(215, 7), step(225, 8), step(235, 9), step(245, 10), *save(246, 10),
+        event(248, "stop", reason="resize", signal=None, step=10, saved=True),
+        start(255, world_size=4), resume(260, 10, world_size=4), step(270, 11), *save(271, 11),
+        event(273, "stop", step=11, reason="done"),
+    ]  # fmt: skip
+
+
 def write_events(run_dir: Path, events: list[dict[str, Any]]) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / EVENTS).write_text("".join(json.dumps(line) + "\n" for line in events))

@@ -115,3 +115,7 @@ class Folder:
         (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
         with (self.directory / name).open("xb") as file:
             yield file
+
+    def save(self, name: str, state: Any) -> None:
+        with self.create(name) as file:
+            torch.save(state, file)

@@ -22,6 +22,7 @@ ATTACK = "\"><script>alert(1)</script><img src=x onerror=alert(1)><!--'&amp;</ti
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "h1", "h2", "h3", "p", "div", "dl", "dt", "dd",
     "b", "span", "i", "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td",
+    "ul", "li",
     "svg", "desc", "defs", "pattern", "path", "rect", "line", "text", "g", "circle",
 }  # fmt: skip
 
@@ -42,9 +43,9 @@ def test_the_page_of_a_killed_run(tmp_path: Path) -> None:
     page = Page(render_report(made_run(tmp_path / "run")))
     is_offline(page)
     assert page.text("h1") == "run"
-    assert page.text("h2").split() == ["Timeline", "Curves", "Starts", "and", "resumes", "Steps", "on", "disk"]
+    assert page.text("h2") == "Timeline Where the time went Curves Starts and resumes Steps on disk"
     assert page.text("h3") == "Reward, mean Validation: val/exact_match Time of a step Time of a save"
-    assert len(page.drawings()) == 5
+    assert len(page.drawings()) == 6
     assert "Begun 2027-01-15 08:00:00 UTC · done 2027-01-15 08:03:00 UTC · run r1" in page.text()
     for words in ("Red dashes", "Green:", "Dashed values", "Hatched"):
         assert words in page.text()
@@ -53,7 +54,7 @@ def test_the_page_of_a_killed_run(tmp_path: Path) -> None:
 def test_every_name_in_a_page_is_there_once(tmp_path: Path) -> None:
     page = Page(render_report(made_run(tmp_path / "run")))
     names = [value for name, value in page.attributes if name == "id"]
-    assert len(names) == len(set(names)) == 2 * 5 + 1
+    assert len(names) == len(set(names)) == 2 * 6 + 1
     told = {
         name for attribute, value in page.attributes if attribute == "aria-labelledby" for name in str(value).split()
     }
@@ -119,7 +120,7 @@ def test_an_empty_run_is_a_page_too(tmp_path: Path) -> None:
 
 def test_one_step_is_a_page_too(tmp_path: Path) -> None:
     page = Page(render_report(write_events(tmp_path, [step(0, 1)])))
-    assert len(page.drawings()) == 3  # the timeline, the reward, the time of a step
+    assert len(page.drawings()) == 4  # the timeline, where the time went, the reward, the time of a step
 
 
 def test_values_that_are_no_numbers_are_said_so(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_five_thousand_steps_make_a_small_page_quickly(tmp_path: Path) -> None:
     text = render_report(tmp_path)
     assert time.perf_counter() - begun < 10
     assert len(text.encode()) < 1_000_000
-    assert len(Page(text).drawings()) == 34  # timeline, reward, two times, 30 of 40 others
+    assert len(Page(text).drawings()) == 35  # timeline, shares, reward, two times, 30 of 40 others
 
 
 def test_the_page_is_written_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:

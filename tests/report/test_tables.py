@@ -31,6 +31,7 @@ def test_what_a_researcher_wants_to_know_first(tmp_path: Path) -> None:
         "World size", "2 → 1", "ranks, fsdp2",
         "Kills", "1", "1 step lost, 2 resumes",
         "Time trained", "1 min 20 s", "lost 40 s: 30 s down, 10 s done again",
+        "Goodput", "50%", "of 2 min 40 s was training",
     ]  # fmt: skip
 
 

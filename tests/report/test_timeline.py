@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 from xml.etree import ElementTree
 
-from diary import event, killed_run, resume, save, start, step
+from diary import event, killed_run, resume, save, start, step, survived_run
 from html_page import SVG, numbers_of, of_class
 
 from milepost.checkpoint.history import history_of
@@ -141,3 +141,51 @@ def test_very_many_kills_leave_the_rest_in_sight() -> None:
     assert of_class(drawn(events), "said") == []
     assert {(line.get("y1"), line.get("y2")) for kill in kills for line in of_class(kill, "mark")} == {("32", "44")}
     assert all(kill.findtext(f"{SVG}title") for kill in kills)
+
+
+# `survived_run`: sessions 0-139, 160-195, 210-248 and 255-273 s are 230 s; the gap of 21 s is less than a tenth of it,
+# so nothing is folded, and 904 units are 273 s.
+UNIT = 904 / 273
+
+
+def test_how_a_session_ended_stands_at_its_end() -> None:
+    svg = drawn(survived_run())
+    stops = of_class(svg, "stop")
+    # The kill between them has the row to itself: its label is the longer one, and comes first.
+    assert [stop.findtext(f"{SVG}text") for stop in stops] == [None, "machines came"]
+    places = [number(line, "x1") for stop in stops for line in of_class(stop, "mark")]
+    assert places == [round(84 + at * UNIT, 2) for at in (139, 248)]
+    assert words(stops[0]).startswith("stopped on SIGTERM, saved step 7, requeue; 2027-01-15 08:02:19 UTC")
+    (kill,) = of_class(svg, "kill")
+    assert kill.findtext(f"{SVG}text") == "killed after step 9, 2 steps lost"
+    before = drawn([line for line in survived_run() if line["time"] < survived_run()[0]["time"] + 160])
+    assert [stop.findtext(f"{SVG}text") for stop in of_class(before, "stop")] == ["SIGTERM, saved step 7"]
+
+
+def test_an_error_that_ended_a_session_is_a_fault() -> None:
+    (fault,) = of_class(drawn([start(0), event(9, "stop", reason="error", error="no GPU")]), "fault")
+    assert words(fault).startswith("stopped on an error: no GPU; ")
+
+
+def test_a_save_in_the_background_shows_what_training_waited_for() -> None:
+    saves = of_class(drawn(survived_run()), "save")
+    (slow,) = [group for group in saves if "step 4" in words(group)]
+    behind, stood = slow.findall(f"{SVG}rect")
+    assert behind.get("class") == "behind"
+    assert number(behind, "x") == number(stood, "x") == round(84 + 104.1 * UNIT, 2)
+    assert number(behind, "width") == round(13.9 * UNIT, 2) and number(stood, "width") == 2
+    assert "in 14 s, of which training waited 0.40 s" in words(slow)
+    assert sum("failed" in (group.get("class") or "") for group in saves) == 1
+
+
+def test_a_stall_covers_the_time_it_took() -> None:
+    (stall,) = of_class(drawn(survived_run()), "stall")
+    (box,) = stall.findall(f"{SVG}rect")
+    assert (number(box, "x"), number(box, "width")) == (round(84 + 45 * UNIT, 2), round(50 * UNIT, 2))
+    assert words(stall).startswith("stall: step 4, gen took 50 s; told by ranks 0-1, ")
+
+
+def test_a_stall_that_did_not_end_lasts_as_long_as_its_session() -> None:
+    svg = drawn([start(0), event(40, "stall", step=1, phase="gen", limit=30.0), event(50, "stop", reason="done")])
+    (box,) = of_class(svg, "stall")[0].findall(f"{SVG}rect")
+    assert number(box, "width") == round(40 * 904 / 50, 2)

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from whole_runs import measured, train
 
 from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.steps import list_steps
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
@@ -58,7 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Six steps at one go, and three and three in other processes; validated, with sampling, at other steps."""
+    """Six steps at one go, and three and three in other processes; validated, with sampling, at other steps. The folder
+    of the first three is lost: the others go on from what was uploaded."""
     root = tmp_path_factory.mktemp("halves")
     (root / "reward.py").write_text("def variety(prompt, response, ground_truth): return len(set(response)) / 4\n")
     settings = [
@@ -79,12 +81,12 @@ def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
             for setting in ("total_training_steps=6", "lr_scheduler_type=cosine", "lr_warmup_steps=2")
         ),
     ]
-    return {
-        "straight": run(root / "straight", 2, 6, *settings, "trainer.test_freq=2"),
-        "first": run(root / "parts", 2, 3, *settings),
-        "second": run(root / "parts", 2, 6, *settings),
-        "root": root,
-    }
+    behind = ["trainer.save_freq=3", "actor_rollout_ref.actor.checkpoint.async_save=true"]
+    straight = run(root / "straight", 2, 6, *settings, *behind, "trainer.test_freq=2")
+    settings.append(f"trainer.remote_dir=file://{root / 'there'}")
+    first = run(root / "parts", 2, 3, *settings)
+    (root / "parts").rename(root / "lost")
+    return {"straight": straight, "first": first, "second": run(root / "parts", 2, 6, *settings), "root": root}
 
 
 def test_what_a_resumed_run_measures_is_bitwise_what_the_uninterrupted_one_did(halves: dict[str, Any]) -> None:
@@ -114,6 +116,22 @@ def test_a_resumed_run_ends_with_bitwise_the_same_state(halves: dict[str, Any], 
     assert any(begun[name].bits().tobytes() != parts[name].bits().tobytes() for name in begun)
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_step_saved_while_training_goes_on_is_bitwise_the_one_that_training_waited_for(
+    halves: dict[str, Any], role: str
+) -> None:
+    behind, waited = (open_directory(halves["root"] / name / "global_step_3" / role) for name in ("straight", "lost"))
+    assert list(behind) == list(waited)
+    for name in behind:
+        np.testing.assert_array_equal(behind[name].bits(), waited[name].bits(), err_msg=name)
+    for name in ("scheduler", "param_groups"):
+        assert behind.objects[name] == waited.objects[name]
+    assert flat(behind.objects["rng"]) == flat(waited.objects["rng"])
+    durable = {event["step"]: event for event in halves["straight"] if event["event"] == "save_durable"}
+    assert durable[3]["stall"] < durable[3]["seconds"]
+    assert durable[6]["stall"] == durable[6]["seconds"]
+
+
 def flat(value: Any) -> Any:
     """Arrays as bytes, so that == compares all of it."""
     if isinstance(value, np.ndarray):
@@ -130,8 +148,11 @@ def test_the_small_state_of_a_resumed_run_is_the_same(halves: dict[str, Any]) ->
     ]
     assert states[0]["parts"] == states[1]["parts"]
     assert states[0]["parts"]["data"]["offset"] == 60
+    assert any(name.startswith("val/test_score/") for name in states[0]["metrics"])  # what keep_best may go by
     (resumed,) = [event for event in halves["second"] if event["event"] == "resume"]
     assert resumed["from_step"] == 3 and resumed["next_step"] == 4
+    assert any(note.startswith("step 3 was fetched from file://") for note in resumed["notes"])
+    assert [state.step for state in list_steps(halves["root"] / "there") if state.good] == [3, 6]
     assert {part["state"] for part in resumed["parts"]} == {"restored"} and len(resumed["parts"]) == 10
 
 

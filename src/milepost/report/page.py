@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from milepost.checkpoint.facts import RunHistory
+from milepost.checkpoint.goodput import goodput
 from milepost.checkpoint.history import read_history
-from milepost.checkpoint.status import ENDS, StepsOnDisk, require_run, steps_on_disk
+from milepost.checkpoint.status import StepsOnDisk, require_run, steps_on_disk
 from milepost.errors import WriteError
 from milepost.report.curves import Marks, Panel, draw_panel, marks_of, panels
+from milepost.report.shares import shares
 from milepost.report.style import STYLE
 from milepost.report.svg import Markup, joined, markup
 from milepost.report.tables import headline, starts_table, steps_table
@@ -84,7 +86,7 @@ def _about(run_dir: Path, history: RunHistory) -> list[Markup]:
     lines = [markup("p", str(run_dir), class_="soft path")]
     if history.sessions:
         first, last = history.sessions[0], history.sessions[-1]
-        end = "no stop recorded, last event" if last.end is None else ENDS.get(last.end, last.end)
+        end = "no stop recorded, last event" if last.end is None else last.ended
         run_id = next((session.run_id for session in history.sessions if session.run_id), None)
         words = f"Begun {moment(first.start)} · {end} {moment(last.last)}{f' · run {run_id}' if run_id else ''}"
         lines.append(markup("p", words, class_="soft"))
@@ -101,9 +103,17 @@ def _timeline_section(history: RunHistory) -> list[Markup]:
         caption.append("Hatched: work that was lost and done again.")
     if history.validations:
         caption.append("Diamonds: validations.")
+    if any(save.stall is not None and save.stall < (save.seconds or 0.0) for save in history.saves):
+        caption.append("Pale saves: on their way to the disk while training went on.")
+    if history.stalls:
+        caption.append("Along the foot of a bar: a phase that hung.")
     caption.append("Hover for details.")
     drawing = markup("div", timeline(history), class_="scroll")
-    return [markup("h2", "Timeline"), markup("figure", drawing, markup("figcaption", " ".join(caption)))]
+    sections = [markup("h2", "Timeline"), markup("figure", drawing, markup("figcaption", " ".join(caption)))]
+    spent = goodput(history)
+    if spent is not None:
+        sections += [markup("h2", "Where the time went"), markup("figure", shares(spent))]
+    return sections
 
 
 def _curve_sections(history: RunHistory) -> list[Markup]:

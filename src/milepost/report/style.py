@@ -56,6 +56,7 @@ svg .lane {{ fill: var(--soft); }}
 .hatch {{ stroke: var(--kill); stroke-width: 1.4; opacity: .75; }}
 .lost {{ fill: url(#lost-work); }}
 .save rect {{ fill: var(--save); }}
+.save rect.behind {{ opacity: .35; }}
 .save.failed rect {{ fill: var(--kill); }}
 .save.open rect {{ fill: none; stroke: var(--kill); }}
 .validation {{ fill: var(--check); }}
@@ -65,6 +66,24 @@ svg .lane {{ fill: var(--soft); }}
 svg .kill.crowded .mark {{ stroke-dasharray: none; }}
 svg .kill .said {{ fill: var(--kill); }}
 .resume .mark {{ stroke: var(--resume); }}
+.stop .mark {{ stroke: var(--warn); stroke-width: 1.2; stroke-dasharray: 2 3; }}
+.stop .symbol {{ fill: var(--warn); }}
+svg .stop .said {{ fill: var(--warn); }}
+.fault .mark {{ stroke: var(--kill); stroke-width: 1.2; stroke-dasharray: 2 3; }}
+.fault .symbol {{ fill: var(--kill); }}
+svg .fault .said {{ fill: var(--kill); }}
+.stall rect {{ fill: var(--warn); opacity: .8; }}
+.part.training {{ fill: var(--good); background: var(--good); }}
+.part.saving {{ fill: var(--save); background: var(--save); }}
+.part.validating {{ fill: var(--check); background: var(--check); }}
+.part.starting {{ fill: var(--main); background: var(--main); }}
+.part.redone {{ fill: var(--second); background: var(--second); }}
+.part.down {{ fill: var(--kill); background: var(--kill); }}
+.part.stalled {{ fill: var(--warn); background: var(--warn); }}
+.part.rest {{ fill: var(--rule); background: var(--rule); }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 8px 0 0; padding: 0;
+  list-style: none; font-size: 13px; }}
+.legend i {{ display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px; }}
 .resume .symbol {{ fill: var(--resume); }}
 svg .resume .said {{ fill: var(--resume); }}
 .kill.at {{ stroke: var(--kill); stroke-dasharray: 4 3; fill: none; opacity: .75; }}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from milepost.checkpoint.facts import RunHistory, Session
-from milepost.checkpoint.status import ENDS, StepsOnDisk, numbers
+from milepost.checkpoint.goodput import goodput
+from milepost.checkpoint.status import StepsOnDisk, numbers
 from milepost.report.svg import Markup, joined, markup
 from milepost.wording import counted, duration, file_size, moment
 
@@ -18,7 +19,7 @@ def headline(history: RunHistory, on_disk: StepsOnDisk) -> Markup:
     """What a researcher wants to know first, each fact with its number and half a sentence."""
     facts = [_reward_fact(history), _steps_fact(history), _newest_fact(on_disk)]
     if history.sessions:
-        facts += [_world_fact(history), _kills_fact(history), _time_fact(history)]
+        facts += [_world_fact(history), _kills_fact(history), _time_fact(history), _goodput_fact(history)]
     cells = [
         markup("div", markup("dt", name), markup("dd", markup("b", value), markup("span", words)))
         for name, value, words in (fact for fact in facts if fact is not None)
@@ -77,6 +78,18 @@ def _time_fact(history: RunHistory) -> tuple[str, str, str]:
         return "Time trained", duration(history.trained_seconds), "nothing lost"
     words = f"lost {duration(lost + down)}: {duration(down)} down, {duration(lost)} done again"
     return "Time trained", duration(history.trained_seconds), words
+
+
+def _goodput_fact(history: RunHistory) -> tuple[str, str, str] | None:
+    spent = goodput(history)
+    if spent is None:
+        return None
+    failed = sum(save.outcome == "failed" for save in history.saves)
+    faults = [
+        counted(count, noun) for count, noun in ((failed, "failed save"), (len(history.stalls), "stall")) if count
+    ]
+    words = f"of {duration(spent.total)} was training"
+    return "Goodput", f"{spent.share:.0%}", f"{words}{', ' + ', '.join(faults) if faults else ''}"
 
 
 def starts_table(history: RunHistory) -> Markup:
@@ -145,7 +158,7 @@ def _end(session: Session, lost: int) -> list[Markup]:
         lines = [markup("p", "no stop recorded", class_="warn")]
     else:
         colour = {"done": "good", "error": "bad"}.get(session.end)
-        lines = [markup("p", ENDS.get(session.end, session.end), class_=colour)]
+        lines = [markup("p", session.ended, class_=colour)]
     if session.error is not None:
         lines.append(markup("p", session.error))
     return [*lines, markup("p", moment(session.last), class_="soft")]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from milepost.checkpoint.facts import Kill, RunHistory, Save, Session, Validation
-from milepost.checkpoint.status import ENDS
+from milepost.checkpoint.facts import RunHistory, Save, Session, Validation
 from milepost.report.svg import Markup, TimeScale, drawing, joined, markup, text_width, time_scale
-from milepost.wording import counted, duration, file_size, moment
+from milepost.wording import counted, duration, file_size, moment, ranges
 
 WIDTH = 1000.0
 LEFT, RIGHT = 84.0, 988.0
@@ -32,7 +31,8 @@ def timeline(history: RunHistory) -> Markup:
     description = (
         f"{counted(len(history.sessions), 'session')} from {moment(first)} to {moment(last)}, "
         f"{counted(len([save for save in history.saves if save.outcome == 'durable']), 'durable save')}, "
-        f"{counted(len(history.validations), 'validation')}, {counted(len(history.kills), 'kill')}."
+        f"{counted(len(history.validations), 'validation')}, {counted(len(history.kills), 'kill')}, "
+        f"{counted(len(history.stalls), 'stall')}."
     )
     return drawing(
         "timeline",
@@ -44,10 +44,11 @@ def timeline(history: RunHistory) -> Markup:
         *_axis(scale),
         *_lane_names(history),
         *_bars(history, scale),
+        *_stalls(history, scale),
         *_save_ticks(history.saves, scale),
         *_validation_marks(history.validations, scale),
-        # A kill's line passes the row of the resumes' labels, which are to stand before it.
-        *_kills(history.kills, scale),
+        # An end's line passes the row of the resumes' labels, which are to stand before it.
+        *_ends(history, scale),
         *_resumes(history.sessions, scale),
     )
 
@@ -126,7 +127,7 @@ def _bar_labels(session: Session) -> list[str]:
 
 
 def _session_words(session: Session) -> str:
-    end = "no stop recorded" if session.end is None else ENDS.get(session.end, session.end)
+    end = "no stop recorded" if session.end is None else session.ended
     about = " · ".join(_bar_labels(session)[:1])
     return (
         f"Session {session.index + 1}{about and ': ' + about}. {moment(session.start)} to {moment(session.last)}, {end}"
@@ -142,6 +143,8 @@ def _save_ticks(saves: Iterable[Save], scale: TimeScale) -> list[Markup]:
             continue
         drawn = (float(round(x)), save.outcome)
         took = "" if save.seconds is None else f" in {duration(save.seconds)}"
+        waited = save.stall is not None and save.seconds is not None and save.stall < save.seconds
+        took += f", of which training waited {duration(save.stall or 0.0)}" if waited else ""
         size = "" if save.bytes is None else f", {file_size(save.bytes)}"
         words = {
             "durable": f"step {save.step} saved{took}{size}, {moment(save.time)}",
@@ -149,7 +152,15 @@ def _save_ticks(saves: Iterable[Save], scale: TimeScale) -> list[Markup]:
         }.get(save.outcome, f"save of step {save.step} begun, end not recorded")
         width = max(2.0, scale(save.time) - x)
         box = markup("rect", x=x, y=_SAVES_TOP, width=width, height=_SAVES_BOTTOM - _SAVES_TOP)
-        parts.append(markup("g", markup("title", words), box, class_=f"save {save.outcome}"))
+        boxes = [box]
+        if waited:
+            # The whole way to the disk in pale, and the part of it in which training stood still.
+            stood = max(2.0, scale(save.requested + (save.stall or 0.0)) - x)
+            boxes = [
+                markup("rect", x=x, y=_SAVES_TOP, width=width, height=_SAVES_BOTTOM - _SAVES_TOP, class_="behind"),
+                markup("rect", x=x, y=_SAVES_TOP, width=min(width, stood), height=_SAVES_BOTTOM - _SAVES_TOP),
+            ]
+        parts.append(markup("g", markup("title", words), *boxes, class_=f"save {save.outcome}"))
         label, middle = str(save.step), x + width / 2
         if middle - text_width(label, 9) / 2 >= free:
             parts.append(_label(label, middle, _SAVES_BOTTOM + 10, "note"))
@@ -182,50 +193,98 @@ def _resumes(sessions: Iterable[Session], scale: TimeScale) -> list[Markup]:
         if session.world_size is not None and resume.saved_world_size not in (None, session.world_size):
             words += f" on {counted(session.world_size, 'rank')}"
         marks.append((scale(resume.time), words, f"{words}, {moment(resume.time)}"))
-    return _marks(marks, "resume", _RESUME_LABELS, f"M{{x}} {_AXIS:g}l-4 7h8z", "start")
+    return _marks([(*mark, "resume", f"M{{x}} {_AXIS:g}l-4 7h8z") for mark in marks], _RESUME_LABELS, "start")
 
 
-def _kills(kills: Iterable[Kill], scale: TimeScale) -> list[Markup]:
+def _stalls(history: RunHistory, scale: TimeScale) -> list[Markup]:
+    """Over the bar of its session, a phase that hung, from its begin to its end or that of the session."""
+    parts = []
+    for stall in history.stalls:
+        begun = stall.time - (stall.limit or 0.0)
+        end = history.sessions[stall.session].last if stall.over is None else begun + stall.over
+        x = scale(begun)
+        took = "did not end" if stall.over is None else f"took {duration(stall.over)}"
+        who = f"; told by {'ranks' if len(stall.ranks) > 1 else 'rank'} {ranges(stall.ranks)}" if stall.ranks else ""
+        words = f"stall: step {stall.step}, {stall.phase} {took}{who}, {moment(begun)}"
+        height = (_BARS_BOTTOM - _BARS_TOP) / 3
+        width = max(3.0, scale(end) - x)
+        box = markup("rect", x=x, y=_BARS_BOTTOM - height, width=width, height=height)
+        parts.append(markup("g", markup("title", words), box, class_="stall"))
+    return parts
+
+
+def _ends(history: RunHistory, scale: TimeScale) -> list[Markup]:
+    """Kills, and what else ended a session before the run was done."""
+    cross = f"M{{x}} {_BARS_MIDDLE - 4:g}m-4 0l8 8m0 -8l-8 8"
+    square = f"M{{x}} {_BARS_MIDDLE:g}m-4 -4h8v8h-8z"
     marks = []
-    for kill in kills:
+    for kill in history.kills:
         words = "killed" if kill.last_step is None else f"killed after step {kill.last_step}"
         lost = f", {counted(kill.lost_steps, 'step')} lost" if kill.lost_steps else ", nothing lost"
-        marks.append((scale(kill.time), words + lost, f"{words}{lost}; last sign of life {moment(kill.time)}"))
-    return _marks(marks, "kill", _KILL_LABELS, f"M{{x}} {_BARS_MIDDLE - 4:g}m-4 0l8 8m0 -8l-8 8", "end")
+        told = f"{words}{lost}; last sign of life {moment(kill.time)}"
+        marks.append((scale(kill.time), words + lost, told, "kill", cross))
+    for session in history.sessions:
+        if session.end is not None and session.end not in ("done", "killed"):
+            error = f": {session.error}" if session.error else ""
+            told = f"{session.ended}{error}; {moment(session.last)}"
+            kind = "fault" if session.end == "error" else "stop"
+            marks.append((scale(session.last), _end_label(session), told, kind, square))
+    return _marks(sorted(marks), _KILL_LABELS, "end")
 
 
-def _marks(marks: Iterable[tuple[float, str, str]], kind: str, y: float, symbol: str, anchor: str) -> list[Markup]:
-    """Vertical lines at x, with a symbol and words on hover, and a label in the row at `y` where there is room.
+def _end_label(session: Session) -> str:
+    """In a few words, since kills are told in the same row."""
+    short = {"signal": session.signal or "a signal", "resize": "machines came", "error": "an error"}
+    saved = f", saved step {session.stopped_at}" if session.saved and session.end != "resize" else ""
+    return short.get(session.end or "", session.end or "") + saved
+
+
+def _marks(marks: Iterable[tuple[float, str, str, str, str]], y: float, anchor: str) -> list[Markup]:
+    """Vertical lines at x, each with its label, words on hover, class and symbol; the label stands in the row at `y`
+    where there is room.
 
     With the anchor `end` the label ends at its line, with `start` it begins there: that of a kill and that of the
     resume after it then lie on either side of the pause. At an edge it is pushed inside, over its own line.
     """
     marks = list(marks)
     if len(marks) > _MOST_LINES:
-        return _crowded(marks, kind)
+        return _crowded(marks)
+    marks = list({round(mark[0]): mark for mark in reversed(marks)}.values())[::-1]
+    room = _room([(mark[0], mark[1], mark[3]) for mark in marks], anchor)
     parts: list[Markup] = []
-    drawn, free = -1, -math.inf
-    for x, label, words in marks:
-        if round(x) == drawn:
-            continue
-        drawn = round(x)
+    for (x, label, words, kind, symbol), left in zip(marks, room, strict=True):
         inside = [
             markup("title", words),
             markup("line", x1=x, x2=x, y1=y - 9, y2=_AXIS, class_="mark"),
             markup("path", d=symbol.format(x=f"{x:.1f}"), class_="symbol"),
         ]
-        width = text_width(label) * _BOLD + 5
-        left = min(max(x - width if anchor == "end" else x + 5, 0.0), WIDTH - width)
-        if left >= free:
-            at = left + width - 5 if anchor == "end" else left
+        if left is not None:
+            at = left + _label_width(label) - 5 if anchor == "end" else left
             inside.append(markup("text", label, x=at, y=y, class_="said", text_anchor=anchor))
-            free = left + width + 8
         parts.append(markup("g", joined(inside), class_=kind))
     return parts
 
 
-def _crowded(marks: Iterable[tuple[float, str, str]], kind: str) -> list[Markup]:
-    places = {round(x): (x, words) for x, _, words in marks}
+def _room(labels: Sequence[tuple[float, str, str]], anchor: str) -> list[float | None]:
+    """Where each label begins, None for one that finds no room; kills choose first."""
+    places: list[float | None] = [None] * len(labels)
+    taken: list[tuple[float, float]] = []
+    for number in sorted(range(len(labels)), key=lambda number: labels[number][2] != "kill"):
+        x, label, _ = labels[number]
+        width = _label_width(label)
+        left = min(max(x - width if anchor == "end" else x + 5, 0.0), WIDTH - width)
+        if all(left >= end + 8 or left + width + 8 <= start for start, end in taken):
+            places[number] = left
+            taken.append((left, left + width))
+    return places
+
+
+def _label_width(label: str) -> float:
+    return text_width(label) * _BOLD + 5
+
+
+def _crowded(marks: Iterable[tuple[float, str, str, str, str]]) -> list[Markup]:
+    places = {round(x): (x, words, kind) for x, _, words, kind, _ in marks}
     return [
         markup(
             "g",
@@ -233,7 +292,7 @@ def _crowded(marks: Iterable[tuple[float, str, str]], kind: str) -> list[Markup]
             markup("line", x1=x, x2=x, y1=_BARS_TOP - 6, y2=_BARS_TOP + 6, class_="mark"),
             class_=f"{kind} crowded",
         )
-        for x, words in places.values()
+        for x, words, kind in places.values()
     ]
 
 

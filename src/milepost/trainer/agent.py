@@ -3,7 +3,8 @@
     python -m milepost.trainer.agent <torchrun's arguments>
 
 torchrun itself ends every failed run with status 1 and a page of traceback, and would restart a worker that found, say,
-a damaged checkpoint. A worker that knows that no restart can help leaves its status in a file instead.
+a damaged checkpoint. A worker that knows that no restart can help, or that was stopped in order, leaves its status in a
+file instead. `milepost.trainer.elastic` is the agent itself.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from milepost.checkpoint.events import EventLog
+from milepost.checkpoint.preemption import CLOSING, REQUEUE
 from milepost.errors import MilepostError
-from milepost.trainer.launch import EVENTS_FILE, VERDICT_FILE
+from milepost.trainer.launch import EVENTS_FILE, SHUTDOWN_TIMEOUT, STOP_SIGNALS, VERDICT_FILE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run to the end; returns 0, a worker's verdict, 3 for workers that kept failing, or 128 + a signal's number."""
-    # Importing torch takes seconds: a Ctrl-C in them must end the process, not print a page of importing.
+    """Run to the end; returns 0, a worker's verdict, 75 for a run that was stopped in order, 3 for workers that kept
+    failing, or 128 + a signal's number."""
+    stops = [signal.Signals[name] for name in os.environ.get(STOP_SIGNALS, "").split(",") if name]
+    # Importing torch takes seconds: a signal in them must end the process, not print a page of importing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from torch.distributed import run  # noqa: PLC0415
+    for number in stops:
+        signal.signal(number, _leave)
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+
+    from milepost.trainer.elastic import Stopped, run_agent  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -36,20 +44,38 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="milepost-") as directory:
         verdict = Path(directory) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
+        patience = float(os.environ.get(SHUTDOWN_TIMEOUT, "30"))
         try:
-            run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
+            run_agent(arguments, stops, verdict.with_name(CLOSING), patience)
         except ChildFailedError as error:
             if not verdict.exists():
                 rank, failure = error.get_first_failure()
-                how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-                sys.stderr.write(f"milepost: rank {rank} ended with {how} and no restarts are left; see above\n")
-                return MilepostError.exit_status
+                return _failed(rank, failure.exitcode, [one.exitcode for one in error.failures.values()], stops)
+        except Stopped as stopped:
+            return REQUEUE if not stopped.had_workers else 128 + stopped.number
         except SignalException as signalled:
             # Only the agent knows: its workers get the same signal when one of them has died.
             if EVENTS_FILE in os.environ:
-                EventLog(Path(os.environ[EVENTS_FILE])).write("stop", reason="signal")
-            return 128 + int(signalled.sigval)
+                EventLog(Path(os.environ[EVENTS_FILE])).write("stop", reason="signal", signal=signalled.sigval.name)
+            return REQUEUE if signalled.sigval in stops else 128 + int(signalled.sigval)
+        finally:
+            for number in stops:
+                signal.signal(number, signal.SIG_IGN)  # all is over: one more must not take the place of the status
         return int(verdict.read_text()) if verdict.exists() else 0
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    sys.exit(REQUEUE)  # nothing has begun
+
+
+def _failed(rank: int, code: int, codes: Sequence[int], stops: Sequence[int]) -> int:
+    """The status of workers that failed, with nobody's verdict."""
+    stopped = {-number for number in stops} | {128 + number for number in stops}
+    if set(codes) <= stopped:  # before they could take note of a signal: nothing had begun
+        return REQUEUE
+    how = f"signal {-code}" if code < 0 else f"exit status {code}"
+    sys.stderr.write(f"milepost: rank {rank} ended with {how} and no restarts are left; see above\n")
+    return MilepostError.exit_status
 
 
 def _tell_of_death(record: logging.LogRecord) -> bool:

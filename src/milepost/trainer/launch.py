@@ -30,6 +30,12 @@ VERDICT_FILE = "MILEPOST_VERDICT_FILE"
 EVENTS_FILE = "MILEPOST_EVENTS_FILE"
 """Environment variable, on one machine: the run's diary, in which the agent notes that somebody stopped the run."""
 
+STOP_SIGNALS = "MILEPOST_STOP_SIGNALS"
+"""Environment variable: names of the signals that the agent hands on to its workers, with commas."""
+
+SHUTDOWN_TIMEOUT = "MILEPOST_SHUTDOWN_TIMEOUT"
+"""Environment variable: seconds after which the agent kills workers that go on after such a signal."""
+
 AGENT = "milepost.trainer.agent"
 WORKER = "milepost.trainer.entry"
 _MONITOR_SECONDS = 0.2  # how often the agent looks at its workers: a dead one is seen within so long
@@ -95,6 +101,9 @@ def check(config: TrainConfig) -> None:
         for file in files:
             if not Path(file).expanduser().is_file():
                 raise NotFoundError(f"{key}: {file}: no such file")
+    reward_file = (config.reward.path or "").rpartition(":")[0]
+    if reward_file.endswith(".py") and not Path(reward_file).expanduser().is_file():
+        raise NotFoundError(f"reward.path={config.reward.path}: no such file")
     trainer = config.trainer
     zeros = [
         role.deepspeed_config for role in (config.actor_rollout_ref.actor, config.critic) if role.strategy == DEEPSPEED
@@ -166,6 +175,8 @@ def environment(base: Mapping[str, str], config: TrainConfig, options: LaunchOpt
         # Of several machines one may be stopped while the others train on: that is no end of the run.
         **({EVENTS_FILE: str(run / EVENTS)} if (options.nnodes or str(config.trainer.nnodes)) == "1" else {}),
         **base,
+        STOP_SIGNALS: ",".join(config.trainer.stop_signals),
+        SHUTDOWN_TIMEOUT: f"{config.trainer.shutdown_timeout:g}",
         # With torch 2.13's shared store a job that shrank and grows again deadlocks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

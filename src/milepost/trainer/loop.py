@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from milepost.checkpoint.events import EventLog
 from milepost.checkpoint.manager import CheckpointManager
-from milepost.checkpoint.manifest import read_manifest
+from milepost.checkpoint.preemption import Durations, Preemption, Stop
+from milepost.engines import rng
+from milepost.errors import CallError, LostRankError, MilepostError, UploadError, WriteError
 from milepost.trainer.batch import Spread
 from milepost.trainer.data import PromptBatch, PromptDataset, collate
 from milepost.trainer.experience import Collector, Models
@@ -17,16 +21,33 @@ from milepost.trainer.metrics import Stopwatch
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schema import TrainConfig
+from milepost.trainer.stall import StallWatch
 from milepost.trainer.update import update_actor, update_critic, update_joint
 from milepost.trainer.validate import Validator
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was asked to stop, and did.
+
+    why:    what asked
+    step:   the last finished step
+    saved:  whether that one is on disk
+    """
+
+    why: Stop
+    step: int
+    saved: bool
 
 
 class PpoTrainer:
     """All that a run consists of, put together by `milepost.trainer.setup`.
 
     validator:    None where there are no held-out prompts
+    preemption:   where ranks agree to stop
     total_steps:  the last step
     restarts:     how many starts of the same launch came before this one
+    durations:    of earlier sessions, by "step", "update" and "save"
     """
 
     def __init__(
@@ -40,8 +61,10 @@ class PpoTrainer:
         sampler: GlobalSampler,
         validator: Validator | None,
         manager: CheckpointManager,
+        preemption: Preemption,
         total_steps: int,
         restarts: int = 0,
+        durations: Durations | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -52,45 +75,141 @@ class PpoTrainer:
         self.sampler = sampler
         self.validator = validator
         self.manager = manager
+        self.preemption = preemption
         self.total_steps = total_steps
         self.restarts = restarts
+        self.durations = Durations() if durations is None else durations
+        self._finished = 0
+        self._metrics: dict[str, float] = {}
+        self._held_out: tuple[int, dict[str, float]] = (0, {})
+        self._undo: Callable[[], None] | None = None
+        self._save_is_due = False
+        self._failed_saves = 0
 
-    def run(self, next_step: int, events: EventLog | None, loggers: Sequence[Logger]) -> None:
+    def run(
+        self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch | None = None
+    ) -> Stopped | None:
         """Train from `next_step` to the last step. All ranks call it together.
+
+        Asked to stop, all of them go back to the last finished step, save it unless it is saved, and return what
+        happened; None where the run came to its end.
 
         Args:
             events: the run's diary on rank 0, None elsewhere.
             loggers: where metrics go on rank 0, none elsewhere.
+            stalls: who watches for a phase that hangs.
         """
-        schedule = self.config.trainer
+        self._finished = next_step - 1
+        try:
+            self._run(next_step, events, loggers, stalls)
+        except Stop as stop:
+            return self._stop(stop, next_step)
+        return None
+
+    def _run(
+        self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch | None
+    ) -> None:
+        schedule, longest = self.config.trainer, self.durations.longest
         if next_step == 1 and schedule.val_before_train:
+            self.preemption.poll(0.0)
             self._validate(0, events, loggers)
         for step in range(next_step, self.total_steps + 1):
             last = step == self.total_steps
-            watch = Stopwatch()
+            if stalls is not None:
+                stalls.step = step
+            watch = Stopwatch(None if stalls is None else stalls.phase)
+            self.preemption.poll(longest("step", "save"))
+            self._undo = self._remembered()
             begun = time.perf_counter()
+            first = self.sampler.position
             metrics = self.step(step, watch)
-            metrics |= self._speed(metrics, time.perf_counter() - begun) | watch.metrics()
+            self._finished, self._undo = step, None
+            seconds = time.perf_counter() - begun
+            self.durations.add("step", seconds)
+            metrics |= self._speed(metrics, seconds) | watch.metrics()
+            self._metrics = metrics
             if events is not None:
                 events.write(
                     "step",
                     step=step,
                     reward=metrics["critic/score/mean"],
                     seconds=metrics["timing_s/step"],
+                    prompts=[first, self.sampler.position],
                     metrics=metrics,
                 )
             if last or (schedule.test_freq > 0 and step % schedule.test_freq == 0):
                 with watch.time("testing"):
+                    self.preemption.needed = longest("save")
                     self._validate(step, events, loggers)
-            if last or (schedule.save_freq > 0 and step % schedule.save_freq == 0):
-                with watch.time("save_checkpoint"):
-                    folder = self.manager.save(step, metrics)
-                metrics |= {
-                    "milepost/stall_s": watch.seconds["save_checkpoint"],
-                    "milepost/saved_bytes": float(read_manifest(folder).nbytes),
-                }
+            wanted = last or self._save_is_due or (schedule.save_freq > 0 and step % schedule.save_freq == 0)
+            metrics |= self._record(step, metrics, watch, wanted=wanted, last=last)
             for logger in loggers:
                 logger.step(step, metrics | watch.metrics())
+
+    def _record(
+        self, step: int, metrics: dict[str, float], watch: Stopwatch, *, wanted: bool, last: bool
+    ) -> dict[str, float]:
+        """Save a step if that is wanted, and look after one that is on its way to the disk; the metrics of both.
+
+        After a save that a disk refused training goes on if the config says so, and the next step is to be saved. The
+        last one has no next."""
+        in_background = self.config.trainer.async_save and not last
+        measured: dict[str, float] = {}
+        try:
+            if wanted:
+                with watch.time("save_checkpoint"):
+                    self.manager.save(step, self._measured(step, metrics), blocking=not in_background)
+                measured["milepost/stall_s"] = watch.seconds["save_checkpoint"]
+                self._save_is_due = False
+            if wanted or self.config.trainer.async_save:
+                for saved in self.manager.poll():
+                    self.durations.add("save", saved.seconds)
+                    measured |= {"milepost/saved_bytes": float(saved.nbytes), "milepost/write_s": saved.seconds}
+        except MilepostError as error:
+            misused = isinstance(error, CallError) and not isinstance(error, WriteError)
+            lost = isinstance(error, LostRankError)
+            only_there = isinstance(error, UploadError)  # the step is durable here
+            if (last and not only_there) or misused or lost or self.config.trainer.on_save_error == "raise":
+                raise
+            self._save_is_due = not only_there
+            self._failed_saves += 1
+            measured["milepost/failed_saves"] = float(self._failed_saves)
+            if self.ranks.rank == 0:
+                what = "an upload" if only_there else "a save"
+                again = "" if only_there else ", and the next step is to be saved"
+                sys.stderr.write(
+                    f"milepost: after step {step} {what} failed: {error}; training goes on (trainer.on_save_error=warn)"
+                    f"{again}\n"
+                )
+        return measured
+
+    def _remembered(self) -> Callable[[], None]:
+        """What puts back all that a step changes before its first update, so that the step can be left undone and done
+        again, bit for bit."""
+        generators, position = rng.capture(), self.sampler.state_dict()
+
+        def undo() -> None:
+            rng.restore(generators)
+            self.sampler.load_state_dict(position)
+
+        return undo
+
+    def _stop(self, stop: Stop, first: int) -> Stopped:
+        """Save the last finished step, unless it is on disk already."""
+        if self._undo is not None:
+            self._undo()
+        step = self._finished
+        if step < first:
+            return Stopped(stop, step, saved=step > 0)
+        try:
+            self.manager.save(step, self._measured(step, self._metrics))
+        except LostRankError:
+            raise
+        except MilepostError as error:
+            if self.ranks.rank == 0:
+                sys.stderr.write(f"milepost: stopped on {stop.words}, and step {step} could not be saved: {error}\n")
+            return Stopped(stop, step, saved=False)
+        return Stopped(stop, step, saved=True)
 
     def step(self, step: int, watch: Stopwatch) -> dict[str, float]:
         """One PPO step on the next prompts; returns its metrics over all ranks, without timings."""
@@ -100,7 +219,11 @@ class PpoTrainer:
         spread = Spread.of(len(batch), config.actor_rollout_ref.actor.ppo_mini_batch_size, ranks.data_size)
         own = [batch[position] for position in spread.positions[ranks.data_rank]]
         prompts = ranks.each(lambda: self._prompts(own))
+        self.preemption.needed = self.durations.longest("update", "save")
         experience, metrics = self.collector.collect(prompts, spread, watch)
+        # From here on there is no way back: half of an update is no state to save.
+        self.preemption.poll()
+        begun = time.perf_counter()
         self.controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         actor, temperature = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.temperature
         if self.models.joint:
@@ -114,6 +237,7 @@ class PpoTrainer:
             if step > config.trainer.critic_warmup:
                 with watch.time("update_actor"):
                     metrics |= update_actor(self.models.actor, experience, spread, actor, temperature, ranks.sum)
+        self.durations.add("update", time.perf_counter() - begun)
         return {
             **metrics,
             "training/global_step": float(step),
@@ -140,11 +264,18 @@ class PpoTrainer:
             "perf/throughput": tokens / seconds / self.ranks.world_size,
         }
 
+    def _measured(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """What is saved with a step: its metrics, and those of a validation after it, by which steps may be kept."""
+        validated, held_out = self._held_out
+        return metrics | held_out if validated == step else metrics
+
     def _validate(self, step: int, events: EventLog | None, loggers: Sequence[Logger]) -> None:
         if self.validator is None:
             return
+        begun = time.perf_counter()
         metrics = self.validator.run(self.models.policy)
+        self._held_out = step, metrics
         if events is not None:
-            events.write("validation", step=step, metrics=metrics)
+            events.write("validation", step=step, seconds=time.perf_counter() - begun, metrics=metrics)
         for logger in loggers:
             logger.validation(step, metrics)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -42,17 +42,22 @@ def _exact(value: Tensor | float) -> Tensor | float:
 
 
 class Stopwatch:
-    """Seconds by the name of what they were spent on."""
+    """Seconds by the name of what they were spent on.
 
-    def __init__(self) -> None:
+    also:  entered, with that name, around everything that is timed
+    """
+
+    def __init__(self, also: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._also = also
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Add the time that the block takes. On a GPU this is the time to queue its work and to wait for results."""
         start = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self._also is None else self._also(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -71,6 +71,15 @@ class Ranks:
         if self.data_size > 1:
             dist.all_reduce(tensor, group=None if self.share is None else self.share.group)
         return tensor
+
+    def highest(self, values: Sequence[float]) -> list[float]:
+        """The elementwise maximum of a few numbers over all ranks, which call it together."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo's, which takes no turn on a GPU
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        found: list[float] = tensor.tolist()
+        return found
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """Of ranks with the same sequences the first one's values, in place: a reward may be different each time."""

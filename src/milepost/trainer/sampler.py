@@ -78,6 +78,11 @@ class GlobalSampler:
         self.offset = 0
         self._order_of: tuple[int, NDArray[np.int64]] | None = None
 
+    @property
+    def position(self) -> int:
+        """How many prompts of the stream are done."""
+        return (self.epoch - 1) * self.fingerprint.length + self.offset
+
     def next_batch(self, size: int) -> list[int]:
         """The next `size` prompts of the stream, as indices into the data set; moves on behind them.
 

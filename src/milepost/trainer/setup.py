@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from milepost.checkpoint.comm import on_rank_0
 from milepost.checkpoint.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
+from milepost.checkpoint.mirror import try_to_upload
+from milepost.checkpoint.preemption import Durations, Preemption
+from milepost.checkpoint.retention import Retention
 from milepost.engines.base import TrainingEngine
 from milepost.engines.deepspeed_install import check_installed
 from milepost.engines.deepspeed_setup import ZeroSettings, start
@@ -42,12 +46,34 @@ from milepost.trainer.reward import load_reward
 from milepost.trainer.rollout import Sampling
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schedule import lr_factor, schedule_steps
-from milepost.trainer.schema import DEEPSPEED, MEGATRON, DeepSpeedConfig, FsdpConfig, OptimConfig, TrainConfig
+from milepost.trainer.schema import (
+    DEEPSPEED,
+    MEGATRON,
+    DataConfig,
+    DeepSpeedConfig,
+    FsdpConfig,
+    OptimConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from milepost.trainer.task import addition_datasets
 from milepost.trainer.validate import Validator
+from milepost.units import parse_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONVERTED = "from_gguf"
+
+
+def retention(trainer: TrainerConfig) -> Retention:
+    """Which steps of a run stay."""
+    return Retention(
+        keep_last=trainer.max_actor_ckpt_to_keep,
+        keep_every=trainer.keep_every,
+        keep_best=trainer.keep_best,
+        keep_best_count=trainer.keep_best_count,
+        keep_best_mode=trainer.keep_best_mode,
+        keep_exports=trainer.keep_exports,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +84,21 @@ class Datasets:
     validation: PromptDataset | None
 
 
-def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: int) -> PpoTrainer:
+def build_trainer(
+    config: TrainConfig,
+    ranks: Ranks,
+    *,
+    run_id: str,
+    attempt: int,
+    preemption: Preemption,
+    durations: Durations | None = None,
+) -> PpoTrainer:
     """Put a run together. All ranks call it; what fails on one is raised on all."""
+    # What is cheap to find wrong is looked at before models are made or loaded.
+    reward = ranks.each(lambda: load_reward(config.reward.path, config.reward.reward_kwargs))
+    datasets_read = ranks.each(lambda: read_datasets(config))
+    remote = config.trainer.remote_dir
+    on_rank_0(ranks.comm, lambda: None if remote is None else try_to_upload(remote))
     policy_source, critic_source = prepare_models(config, ranks)
     tokenizer_path = config.actor_rollout_ref.model.tokenizer_path
     tokenizer = ranks.each(
@@ -68,14 +107,15 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
             trust_remote_code=policy_source.trust_remote_code,
         )
     )
-    datasets = ranks.each(lambda: load_datasets(config, tokenizer))
+    datasets = ranks.each(lambda: filtered(datasets_read, config, tokenizer))
     total_steps = training_steps(config, len(datasets.train))
     if config.actor_rollout_ref.actor.strategy == MEGATRON:
         ranks = megatron_setup.deal_out(config, ranks)
     # Outside of `each`: the ranks meet in it.
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=(MESH_DIM,))
     models = ranks.each(lambda: load_models(config, mesh, ranks.device, policy_source, critic_source, total_steps))
-    judge = ranks.each(lambda: Judge(tokenizer, load_reward(config.reward.path, config.reward.reward_kwargs)))
+    ranks.each(lambda: check_positions(models, config.data))
+    judge = Judge(tokenizer, reward)
     tokens = ranks.each(lambda: special_tokens(policy_source, tokenizer))
     controller = make_kl_controller(config.algorithm.kl_ctrl)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
@@ -86,7 +126,8 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
         root,
         models.roles,
         parts={"data": sampler, "kl": controller},
-        keep_last=config.trainer.max_actor_ckpt_to_keep,
+        retention=retention(config.trainer),
+        remote=remote,
         comm=ranks.comm,
         events=EventLog(root / EVENTS),
         fingerprint=fingerprint(config, policy_source, datasets),
@@ -94,6 +135,8 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
         load_contents=actor.checkpoint.load_contents,
         run_id=run_id,
         attempt=attempt,
+        save_timeout=config.trainer.save_timeout,
+        staging_limit=None if config.trainer.staging_limit is None else parse_bytes(config.trainer.staging_limit),
     )
     rollout = config.actor_rollout_ref.rollout
     collector = Collector(
@@ -115,6 +158,7 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
         config.algorithm,
         controller,
         ranks,
+        preemption.turn,
     )
     validator = None
     if datasets.validation is not None:
@@ -125,9 +169,21 @@ def build_trainer(config: TrainConfig, ranks: Ranks, *, run_id: str, attempt: in
             top_k=rollout.val_kwargs.top_k,
             do_sample=rollout.val_kwargs.do_sample,
         )
-        validator = Validator(datasets.validation, judge, held_out, tokens, config.data, ranks)
+        validator = Validator(datasets.validation, judge, held_out, tokens, config.data, ranks, preemption.turn)
     return PpoTrainer(
-        config, ranks, models, collector, controller, datasets.train, sampler, validator, manager, total_steps, attempt
+        config,
+        ranks,
+        models,
+        collector,
+        controller,
+        datasets.train,
+        sampler,
+        validator,
+        manager,
+        preemption,
+        total_steps,
+        attempt,
+        durations,
     )
 
 
@@ -164,17 +220,14 @@ def _make_base_model(directory: Path, config: TrainConfig) -> None:
         build_base_model(directory, config.task, config.warm_start, show)
 
 
-def load_datasets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+def read_datasets(config: TrainConfig) -> Datasets:
     """The prompts that the config names, or the embedded additions."""
     data = config.data
 
     def read(files: list[str], most: int) -> PromptDataset:
-        dataset = PromptDataset.from_files(
+        return PromptDataset.from_files(
             files, prompt_key=data.prompt_key, ground_truth_key=data.ground_truth_key, max_samples=most
         )
-        if data.filter_overlong_prompts:
-            dataset = dataset.without_overlong(tokenizer, data.max_prompt_length, data.apply_chat_template_kwargs)
-        return dataset
 
     train, held_out = addition_datasets(config.task)
     if data.train_files:
@@ -183,6 +236,51 @@ def load_datasets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Da
     if data.val_files:
         validation = read(data.val_files, data.val_max_samples)
     return Datasets(train, validation)
+
+
+def filtered(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """Without the prompts that are too long, where the config wants them out. The embedded ones are short."""
+    data = config.data
+    if not data.filter_overlong_prompts:
+        return datasets
+
+    def short(dataset: PromptDataset) -> PromptDataset:
+        return dataset.without_overlong(tokenizer, data.max_prompt_length, data.apply_chat_template_kwargs)
+
+    train, validation = datasets.train, datasets.validation
+    return Datasets(
+        short(train) if data.train_files else train,
+        short(validation) if validation is not None and data.val_files else validation,
+    )
+
+
+def check_positions(models: Models, data: DataConfig) -> None:
+    """Refuse sequences that are longer than the positions that a model has learned: it has no vector for those behind,
+    and the first long response would end the run."""
+    longest = data.max_prompt_length + data.max_response_length
+    for key, model in (("actor_rollout_ref.model.path", models.policy), ("critic.model.path", models.value_model)):
+        positions = learned_positions(model)
+        if positions is not None and positions < longest:
+            raise CallError(
+                f"{key}: this model has learned {positions} positions, and data.max_prompt_length="
+                f"{data.max_prompt_length} + data.max_response_length={data.max_response_length} is {longest}: lower "
+                "them"
+            )
+
+
+def learned_positions(model: Any) -> int | None:
+    """For how many positions a model has learned a vector; None for one that turns or biases by position, or none."""
+    names = ("wpe", "embed_positions", "position_embeddings")
+    found = [
+        getattr(module, "num_embeddings", None)
+        for name, module in (model.named_modules() if isinstance(model, nn.Module) else ())
+        if name.rpartition(".")[2] in names
+    ]
+    counts = [count for count in found if isinstance(count, int)]
+    config = getattr(model, "config", None)
+    # Some keep a few rows for padding: what the config says is what can be used.
+    told = getattr(config, "max_position_embeddings", None)
+    return min([*counts, *([told] if isinstance(told, int) else [])]) if counts else None
 
 
 def training_steps(config: TrainConfig, prompts: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Validator:
         tokens: SpecialTokens,
         data: DataConfig,
         ranks: Ranks,
+        turn: Callable[[], None] | None = None,
     ) -> None:
         self._dataset = dataset
         self._judge = judge
@@ -34,6 +36,7 @@ class Validator:
         self._tokens = tokens
         self._data = data
         self._ranks = ranks
+        self._turn = turn
 
     def run(self, policy: Any) -> dict[str, float]:
         """Mean reward, `val/test_score/<data set>`; the share of answers that are the ground truth to the letter,
@@ -66,6 +69,7 @@ class Validator:
             self._tokens,
             device=self._ranks.device,
             ranks=self._ranks.world_size,
+            turn=self._turn,
         )
         responses = self._judge.texts(sequences)
         judged = self._ranks.each(lambda: self._judge.scores(prompts, responses))

@@ -28,30 +28,51 @@ from milepost.checkpoint.comm import TorchCommunicator, on_rank_0
 from milepost.checkpoint.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.files import make_directory
 from milepost.checkpoint.lock import exclusive
+from milepost.checkpoint.preemption import (
+    CLOSING,
+    REQUEUE,
+    RESIZE,
+    Durations,
+    Preemption,
+    StopSignals,
+    Terminated,
+    deadline_of,
+)
+from milepost.checkpoint.probe import probe_root
 from milepost.engines import rng
 from milepost.engines.cpu_compat import choose_cpu
-from milepost.errors import CallError, MilepostError
+from milepost.errors import CallError, LostRankError, MilepostError
 from milepost.trainer.config import config_yaml, load_config
 from milepost.trainer.launch import RUN_ID, VERDICT_FILE
 from milepost.trainer.logging import TENSORBOARD_DIR, ConsoleLogger, Logger, TensorBoardLogger
-from milepost.trainer.loop import PpoTrainer
+from milepost.trainer.loop import PpoTrainer, Stopped
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import DEEPSPEED, TrainConfig
 from milepost.trainer.setup import build_trainer, run_directory
+from milepost.trainer.stall import FOLDER, StallLimits, StallWatch
 
 CONFIG_COPY = "config.yaml"
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker")
 """In the words of gloo and NCCL."""
+_PATIENCE = 1800.0  # seconds
+_LINGER = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and return the exit status. See `verdict` for how an error leaves the process."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Terminated:  # also one that came while an error was being told of
+        return 128 + signal.SIGTERM
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     if "RANK" in os.environ:
         die_with_parent()
-    for number in _STOPS:
-        signal.signal(number, _stop)
+    signal.signal(signal.SIGINT, _interrupt)
     verdict_file = os.environ.get(VERDICT_FILE)
     if verdict_file and Path(verdict_file).exists():
         return 0  # a restart, though another rank has already found that none can help
@@ -60,37 +81,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     root = Path()
+    ending: Stopped | None = None
+    numbers: list[int] = [signal.SIGINT]
     try:
         config = load_config(options.config, options.overrides)
+        signals = StopSignals(
+            config.trainer.stop_signals, None if not verdict_file else Path(verdict_file).with_name(CLOSING)
+        )
+        signals.install()
+        numbers += [*signals.numbers, signal.SIGTERM]
         root = run_directory(config)
         device = choose_device(config)
         quiet(device)
         join(device)
-        train(config, device)
+        ending = train(config, device, signals)
+    except LostRankError as error:
+        return crash(error, root)
     except MilepostError as error:
         return verdict(error, verdict_file)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Terminated:
-        return 128 + signal.SIGTERM
     except Exception as error:  # noqa: BLE001  the one handler at the top
         return crash(error, root)
     finally:
-        for number in _STOPS:
-            signal.signal(number, signal.SIG_DFL)  # there is nothing left to unwind
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)  # all is said and done: nothing may break the end
     leave(config)
+    return 0 if ending is None else stopped(ending, signals, verdict_file)
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    # torchrun's agent passes on a signal that the terminal has sent already: the second must not break the clearing up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def stopped(ending: Stopped, signals: StopSignals, verdict_file: str | None) -> int:
+    """The exit status of a run that was asked to stop, left as `verdict` leaves it."""
+    if ending.why.reason == RESIZE:
+        # This machine's agent may not have seen yet that others come: it must not think that all is done.
+        return 0 if signals.await_resize() else MilepostError.exit_status
+    if verdict_file is None:
+        return REQUEUE
+    _leave_verdict(Path(verdict_file), REQUEUE)
     return 0
 
 
-class Terminated(BaseException):
-    """SIGTERM came: unwinds as Ctrl-C does, so that nothing half-written is left."""
-
-
-def _stop(number: int, _frame: object) -> NoReturn:
-    # torchrun's agent passes on a signal that the terminal has sent already: the second must not break the clearing up.
-    for again in _STOPS:
-        signal.signal(again, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+def _leave_verdict(file: Path, status: int) -> bool:
+    """Leave the status for the agent, unless another rank has; whether this one spoke."""
+    file.parent.mkdir(exist_ok=True)  # what tidies up /tmp may have taken it away from a long run
+    try:
+        with file.open("x") as out:
+            out.write(str(status))
+    except FileExistsError:
+        return False
+    return True
 
 
 def verdict(error: MilepostError, verdict_file: str | None) -> int:
@@ -105,12 +148,8 @@ def verdict(error: MilepostError, verdict_file: str | None) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             sys.stderr.write(f"milepost: {error}\n")
         return error.exit_status
-    try:
-        with Path(verdict_file).open("x") as file:
-            file.write(str(error.exit_status))
-    except FileExistsError:
-        return 0
-    sys.stderr.write(f"milepost: {error}\n")
+    if _leave_verdict(Path(verdict_file), error.exit_status):
+        sys.stderr.write(f"milepost: {error}\n")
     return 0
 
 
@@ -120,7 +159,7 @@ def crash(error: Exception, root: Path) -> int:
     trace = "".join(traceback.format_exception(error))
     if os.environ.get("MILEPOST_DEBUG"):
         sys.stderr.write(trace)
-    if any(words in str(error) for words in _PEER_GONE):
+    if isinstance(error, LostRankError) or any(words in str(error) for words in _PEER_GONE):
         sys.stderr.write(f"milepost: rank {rank}: another rank is gone, so this one stops\n")
         return MilepostError.exit_status
     file = root / f"crash_rank_{rank}.txt"
@@ -134,20 +173,33 @@ def crash(error: Exception, root: Path) -> int:
     return MilepostError.exit_status
 
 
-def train(config: TrainConfig, device: torch.device) -> None:
-    """Run the config as one rank of the process group, from the newest step on or afresh."""
-    ranks = Ranks(device, TorchCommunicator())
+def train(config: TrainConfig, device: torch.device, signals: StopSignals | None = None) -> Stopped | None:
+    """Run the config as one rank of the process group, from the newest step on or afresh. Returns why it was stopped,
+    None where it came to its end."""
+    # Here every rank makes every call: one that does not come hangs, which the watch over phases is for. Ranks wait for
+    # one another longer than for their files, so that it is told which file it was.
+    ranks = Ranks(device, TorchCommunicator(3 * config.trainer.save_timeout, _PATIENCE))
     root = run_directory(config)
+    signals = StopSignals(()) if signals is None else signals
+    variable, margin = config.trainer.esi_deadline_env, config.trainer.esi_redundant_time
+    deadline = ranks.each(lambda: deadline_of(variable, os.environ))
+    preemption = Preemption(signals, ranks.highest, deadline, margin)
     with contextlib.ExitStack() as held:
+        probe_root(ranks.comm, root)
         run_id, attempt = on_rank_0(ranks.comm, lambda: _enter(root, held))
         on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
-        _train(config, ranks, run_id, attempt)
+        if variable is not None and deadline is None and ranks.rank == 0:
+            sys.stderr.write(f"milepost: trainer.esi_deadline_env: ${variable} is not set, so no deadline is watched\n")
+        ending = _train(config, ranks, run_id, attempt, preemption)
         ranks.comm.close()
+    return ending
 
 
-def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None:
+def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preemption: Preemption) -> Stopped | None:
     root = run_directory(config)
-    events = EventLog(root / EVENTS) if ranks.rank == 0 else None
+    diary = EventLog(root / EVENTS)
+    events = diary if ranks.rank == 0 else None
+    durations = Durations(on_rank_0(ranks.comm, lambda: earlier_durations(read_events(root / EVENTS))))
     if events is not None:
         events.write(
             "start",
@@ -161,8 +213,12 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None
             version=milepost.__version__,
         )
     loggers: list[Logger] = []
+    trainer: PpoTrainer | None = None
+    stalls = watch_for_stalls(config, root, diary, ranks)
     try:
-        trainer = build_trainer(config, ranks, run_id=run_id, attempt=attempt)
+        trainer = build_trainer(
+            config, ranks, run_id=run_id, attempt=attempt, preemption=preemption, durations=durations
+        )
         rng.seed_all(config.trainer.seed, 0, ranks.world_size, ranks.rank)
         resume(trainer)
         next_step = trainer.manager.report.next_step
@@ -175,12 +231,16 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None
                     flush=True,
                 )
             loggers += make_loggers(config, root, next_step, trainer.total_steps)
-        trainer.run(next_step, events, loggers)
+        ending = trainer.run(next_step, events, loggers, stalls)
     except (KeyboardInterrupt, Terminated):
+        _linger(trainer)
         # Under an agent this may be the death of another rank; the agent knows, and writes it.
         if events is not None and VERDICT_FILE not in os.environ:
             events.write("stop", reason="signal")
         raise
+    except LostRankError:
+        _linger(trainer)
+        raise  # a restart goes on: this is a kill, and no stop
     except MilepostError as error:
         if events is not None:
             events.write("stop", reason="error", error=str(error))
@@ -188,9 +248,53 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int) -> None
     finally:
         for logger in loggers:
             logger.close()
-    if events is not None:
-        events.write("stop", step=max(next_step - 1, trainer.total_steps), reason="done")
-    trainer.manager.close()
+        if stalls is not None:
+            stalls.close()
+    if ending is None:
+        trainer.manager.close(step=max(next_step - 1, trainer.total_steps))
+    else:
+        why = ending.why
+        trainer.manager.close(why.reason, signal=why.signal, step=ending.step, saved=ending.saved)
+        if ranks.rank == 0 and ending.why.reason != RESIZE:
+            print(told(ending), flush=True)
+    return ending
+
+
+def _linger(trainer: PpoTrainer | None) -> None:
+    """Before an end in a hurry: what all ranks have written already may still become a step."""
+    if trainer is not None:
+        trainer.manager.linger(_LINGER)
+
+
+def told(ending: Stopped) -> str:
+    """The last line of a run that was asked to stop."""
+    if not ending.step:
+        kept = "before the first step"
+    else:
+        kept = f"step {ending.step} is saved" if ending.saved else f"step {ending.step} is NOT saved"
+    return (
+        f"stopped on {ending.why.words}, {kept}; the same command goes on from there (exit status {REQUEUE}: requeue)"
+    )
+
+
+def watch_for_stalls(config: TrainConfig, root: Path, diary: EventLog, ranks: Ranks) -> StallWatch | None:
+    """A watch on this rank's phases, if the config asks for one."""
+    trainer = config.trainer
+    if trainer.stall_action == "off":
+        return None
+    limits = StallLimits(trainer.stall_factor, trainer.stall_floor, restart=trainer.stall_action == "restart")
+    return StallWatch(limits, root / FOLDER, diary, ranks.rank, ranks.world_size)
+
+
+def earlier_durations(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """How long steps and saves took before, newest last; odd lines are left out."""
+    found: dict[str, list[float]] = {"step": [], "save": []}
+    for event in events:
+        name = {"step": "step", "save_durable": "save"}.get(str(event["event"]))
+        seconds = event.get("seconds")
+        if name is not None and isinstance(seconds, int | float):
+            found[name].append(float(seconds))
+    return {name: seconds[-20:] for name, seconds in found.items()}
 
 
 def choose_device(config: TrainConfig) -> torch.device:

@@ -1,0 +1,149 @@
+"""A watch over the phases of a step: one that takes far longer than it ever did is told of while it still hangs.
+
+Ranks wait for one another in almost every phase, so where one hangs all of them do, and each tells of it by itself. The
+one that says nothing is the one to look at: its process is stopped, or gone, or its machine is.
+
+A thread looks at the clock. It cannot run while something holds Python's lock and never gives it back; for that case
+`faulthandler`, whose thread needs no lock, writes the stacks to stderr a little later and, where workers are to be
+restarted, ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from milepost.checkpoint.events import EventLog
+from milepost.checkpoint.preemption import Durations
+from milepost.wording import disk_error, duration
+
+FOLDER = "stalls"
+EXIT_STATUS = 3
+_FIRST_TIME = 3.0  # times the floor, for a phase of which nothing is known yet
+_GRACE = 15.0  # seconds after which the thread must have had its turn
+_LONGEST_LOOK = 1.0
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """When a phase counts as hanging, and what follows.
+
+    factor:   times the longest that it took before
+    floor:    seconds below which nothing counts
+    restart:  whether the process is ended
+    """
+
+    factor: float
+    floor: float
+    restart: bool = False
+
+
+class StallWatch:
+    """Watches one rank's phases; `phase` marks them.
+
+    folder:  where the stacks go, `stalls/` in the run's folder
+    events:  the run's diary; every rank that stalls writes a line of its own
+    """
+
+    def __init__(self, limits: StallLimits, folder: Path, events: EventLog, rank: int, world_size: int) -> None:
+        self._limits = limits
+        self._folder = folder
+        self._events = events
+        self._rank = rank
+        self._who = f"rank {rank} of {world_size} on {socket.gethostname()}"
+        self._durations = Durations()
+        self._change = threading.Condition()
+        self._now: tuple[str, float, float] | None = None  # name, begun, limit in seconds
+        self._told = False
+        self._closed = False
+        self.step = 0
+        self._thread = threading.Thread(target=self._watch, name="milepost-stall-watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Watch the block as a phase of that name."""
+        known = self._durations.longest(name)
+        limit = max(self._limits.floor * (1.0 if known else _FIRST_TIME), self._limits.factor * known)
+        begun = time.monotonic()
+        with self._change:
+            self._now, self._told = (name, begun, limit), False
+            self._change.notify()
+        faulthandler.dump_traceback_later(limit + _GRACE, exit=self._limits.restart)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            with self._change:
+                told, self._now = self._told, None
+            took = time.monotonic() - begun
+            if told:
+                self._events.write("stall_over", step=self.step, phase=name, rank=self._rank, seconds=took)
+            else:
+                self._durations.add(name, took)
+
+    def close(self) -> None:
+        """Watch no more."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+        self._thread.join(timeout=_LONGEST_LOOK * 5)
+
+    def _watch(self) -> None:
+        while True:
+            with self._change:
+                if self._closed:
+                    return
+                now = self._now
+                left = None if now is None or self._told else now[1] + now[2] - time.monotonic()
+                if now is None or left is None or left > 0:
+                    # Not all of it at once: a machine that sleeps stops this clock's waits, not its time.
+                    self._change.wait(None if left is None else min(left, _LONGEST_LOOK))
+                    continue
+                self._told = True
+            self._tell(*now)
+
+    def _tell(self, name: str, begun: float, limit: float) -> None:
+        seconds = time.monotonic() - begun
+        # Before anything that may hang too: the disk may be what hangs.
+        sys.stderr.write(
+            f"milepost: {self._who}: step {self.step}: {name} goes on for {duration(seconds)} "
+            f"(limit {duration(limit)}); the stacks of all ranks go to {self._folder}\n"
+        )
+        sys.stderr.flush()
+        self._record(name, seconds, limit)
+        if self._limits.restart:
+            sys.stderr.write(f"milepost: {self._who}: ends, so that all workers start again\n")
+            sys.stderr.flush()
+            os._exit(EXIT_STATUS)
+
+    def _record(self, name: str, seconds: float, limit: float) -> None:
+        file = self._folder / f"step_{self.step}_{name}_rank_{self._rank}.txt"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with file.open("w") as out:
+                out.write(f"{self._who}, process {os.getpid()}: step {self.step}, {name} for {seconds:.1f} s\n\n")
+                out.flush()
+                faulthandler.dump_traceback(out, all_threads=True)
+        except OSError as error:
+            sys.stderr.write(f"milepost: {self._who}: {file}: {disk_error(error)}; the stacks:\n")
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        self._events.write(
+            "stall",
+            step=self.step,
+            phase=name,
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            seconds=seconds,
+            limit=limit,
+            stacks=str(file.relative_to(self._folder.parent)),
+        )

@@ -1,0 +1,83 @@
+"""What can be found wrong at the start is found there, and before anything that takes long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ranks import run_ranks
+from whole_runs import train
+
+from milepost.checkpoint.retention import Retention
+from milepost.errors import CallError
+from milepost.trainer.config import load_config
+from milepost.trainer.schema import DataConfig
+from milepost.trainer.setup import check_positions, learned_positions, retention
+
+
+def models() -> dict[str, object]:
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        GPT2Config,
+        GPT2ForTokenClassification,
+        GPT2LMHeadModel,
+        OPTConfig,
+        OPTForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=24)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 16}
+    opt = OPTConfig(**size, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=20)
+    qwen = Qwen2Config(**size, intermediate_size=8, num_key_value_heads=1, max_position_embeddings=12)
+    return {
+        "gpt2": GPT2LMHeadModel(gpt2),
+        "gpt2_values": GPT2ForTokenClassification(gpt2),
+        "opt": OPTForCausalLM(opt),
+        "qwen2": Qwen2ForCausalLM(qwen),
+        "bloom": BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=16)),
+    }
+
+
+def test_what_the_config_says_of_the_steps_that_stay() -> None:
+    overrides = (
+        "max_actor_ckpt_to_keep=3", "keep_every=100", "keep_best=val/r", "keep_best_count=2", "keep_best_mode=min",
+        "keep_exports=0",
+    )  # fmt: skip
+    config = load_config(None, [f"trainer.{override}" for override in overrides])
+    assert retention(config.trainer) == Retention(3, 100, "val/r", 2, "min", 0)
+    assert retention(load_config(None, []).trainer).keeps_all
+
+
+def test_how_many_positions_a_model_has_learned() -> None:
+    found = {name: learned_positions(model) for name, model in models().items()}
+    # OPT keeps two rows more than it can use; Qwen2 turns by position, and Bloom biases: neither has a last one.
+    assert found == {"gpt2": 24, "gpt2_values": 24, "opt": 20, "qwen2": None, "bloom": None}
+
+
+def test_sequences_longer_than_the_learned_positions_are_refused() -> None:
+    made = models()
+    both = SimpleNamespace(policy=made["qwen2"], value_model=made["gpt2_values"])
+    check_positions(both, DataConfig(max_prompt_length=20, max_response_length=4))  # type: ignore[arg-type]
+    with pytest.raises(
+        CallError, match=r"critic\.model\.path: this model has learned 24 positions, and data\.max_"
+    ) as e:
+        check_positions(both, DataConfig(max_prompt_length=20, max_response_length=5))  # type: ignore[arg-type]
+    assert "data.max_prompt_length=20 + data.max_response_length=5 is 25: lower them" in str(e.value)
+
+
+@pytest.mark.parametrize("wrong", ["data", "reward"])
+def test_bad_data_and_rewards_are_found_before_the_base_model_is_made(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "1+1="}) + "\n")
+    (tmp_path / "reward.py").write_text("import nowhere_to_be_found\n")
+    setting, said = {
+        "data": (f"data.train_files=[{tmp_path}/prompts.jsonl]", "prompts.jsonl"),
+        "reward": (f"reward.path={tmp_path}/reward.py:mine", "nowhere_to_be_found"),
+    }[wrong]
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(train, 1, [setting, f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[]"])
+    assert not (tmp_path / "run" / "base_model").exists()

@@ -1,0 +1,284 @@
+"""A run that is asked to stop, that cannot save, or that hangs: whole runs of the real loop in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import alive, ended, events_of, start, wait_for
+from ranks import run_ranks
+from whole_runs import measured
+
+from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.status import run_status
+from milepost.trainer.base_model import build_base_model
+from milepost.trainer.schema import TaskConfig, WarmStartConfig
+
+QUICK = [
+    "trainer.logger=[]",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "data.train_batch_size=4",
+    "data.max_response_length=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.top_k=3",  # so that responses seldom end early
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "base"
+    build_base_model(directory, TaskConfig(), WarmStartConfig(hidden_size=16, intermediate_size=24, steps=0))
+    return directory
+
+
+def train(overrides: list[str], names: list[str], environment: dict[str, str]) -> tuple[Any, ...] | None:
+    """Train as one rank of the process group; why and where it was stopped."""
+    from milepost.checkpoint.preemption import StopSignals
+    from milepost.trainer.config import load_config
+    from milepost.trainer.worker import choose_device
+    from milepost.trainer.worker import train as train_as_rank
+
+    os.environ |= environment
+    signals = StopSignals(names)
+    signals.install()
+    config = load_config(None, overrides)
+    ending = train_as_rank(config, choose_device(config), signals)
+    return None if ending is None else (ending.why.reason, ending.why.signal, ending.step, ending.saved)
+
+
+def run(
+    directory: Path, model: Path, ranks: int, steps: int, *overrides: str, reward: str = "", **environment: str
+) -> list[Any]:
+    """Train to `steps`; what each rank came to. `reward` is the body of f(prompt, response, ground_truth)."""
+    code = directory.parent / f"{directory.name}_reward.py"
+    lines = (reward or "return len(set(response)) / 4").splitlines()
+    body = "\n    ".join(lines)
+    code.write_text(f"CALLS = []\ndef mine(prompt, response, ground_truth):\n    {body}\n")
+    words = [
+        *QUICK,
+        f"trainer.default_local_dir={directory}",
+        f"trainer.total_training_steps={steps}",
+        f"actor_rollout_ref.model.path={model}",
+        f"reward.path={code}:mine",
+        *overrides,
+    ]
+    return run_ranks(train, ranks, words, ["SIGTERM", "SIGUSR1"], environment)
+
+
+# Case I85: in the midst of a rollout
+
+IN_THE_NEXT_ROLLOUT = """
+import os, pathlib, signal, threading, time
+CALLS.append(prompt)
+def later():
+    while '"event": "step", "step": 1' not in pathlib.Path(DIARY).read_text():
+        time.sleep(0.005)
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+if os.environ["RANK"] == "1" and len(CALLS) == 1 and os.environ.get("STOP_ME"):
+    threading.Thread(target=later).start()
+with open(f"{DIARY}.{os.environ['RANK']}", "a") as file:
+    file.write(prompt + "\\n")
+return len(set(response)) / 4
+"""
+
+
+@pytest.fixture(scope="module")
+def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three steps at one go; and the same with a SIGTERM to rank 1 in the rollout of step 2, and gone on with."""
+    root = tmp_path_factory.mktemp("halves")
+    longer = "data.max_response_length=80"
+
+    def trained(name: str, **environment: str) -> list[Any]:
+        reward = IN_THE_NEXT_ROLLOUT.replace("DIARY", repr(str(root / name / EVENTS)))
+        return run(root / name, model, 2, 3, longer, reward=reward, **environment)
+
+    ends = {"straight": trained("straight"), "first": trained("parts", STOP_ME="1")}
+    judged = sum(len((root / "parts" / f"{EVENTS}.{rank}").read_text().split()) for rank in range(2))
+    first = run_status(root / "parts").lines()
+    return {**ends, "judged": judged, "status": first, "second": trained("parts", STOP_ME=""), "root": root}
+
+
+def test_all_ranks_stop_in_the_rollout_and_save_the_step_before(halves: dict[str, Any]) -> None:
+    assert halves["straight"] == [None, None]
+    assert halves["first"] == [("signal", "SIGTERM", 1, True)] * 2
+    assert halves["judged"] == 4  # no response of step 2 has got as far as the reward
+    assert any(
+        line.startswith("state") and "stopped on SIGTERM, saved step 1, requeue" in line for line in (halves["status"])
+    )
+    assert any("a start now goes on from global_step_1 with step 2" in line for line in halves["status"])
+
+
+def test_the_step_that_was_left_undone_is_done_again_bit_for_bit(halves: dict[str, Any]) -> None:
+    assert halves["second"] == [None, None]
+    straight, parts = (read_events(halves["root"] / name / EVENTS) for name in ("straight", "parts"))
+    assert measured(straight) == measured(parts)
+    assert [event["prompts"] for event in parts if event["event"] == "step"] == [[0, 4], [4, 8], [8, 12]]
+    states = [
+        json.loads((halves["root"] / name / "global_step_3/trainer_state.json").read_text())["parts"]
+        for name in ("straight", "parts")
+    ]
+    assert states[0] == states[1]
+
+
+# A deadline
+
+
+def test_what_the_diary_says_of_durations_decides_what_fits_before_the_deadline(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    before = [
+        {"time": 1.0, "event": "step", "step": 1, "seconds": 600},
+        {"time": 2.0, "event": "save_durable", "step": 1, "seconds": 300.0},
+    ]
+    (run_dir / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in before))
+    variable = "trainer.esi_deadline_env=MACHINE_GOES_AT"
+    fits = run(run_dir, model, 1, 2, variable, MACHINE_GOES_AT=str(time.time() + 900 + 60 + 100))
+    too_late = run(run_dir, model, 1, 4, variable, MACHINE_GOES_AT=str(time.time() + 900 + 60 - 1))
+    assert fits == [None]
+    assert too_late == [("deadline", None, 2, True)]
+    stop = events_of(run_dir, "stop")[-1]
+    assert (stop["reason"], stop["step"], stop["saved"]) == ("deadline", 2, True)
+
+
+# A disk that refuses
+
+FULL_FOR_A_WHILE = """
+import os, resource
+CALLS.append(prompt)
+step = (len(CALLS) + 1) // 2
+if os.environ["RANK"] == "1":
+    soft = {2: 4096}.get(step, resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+return 0.5
+"""
+
+
+def test_training_goes_on_after_a_save_that_failed_and_saves_the_next_step(model: Path, tmp_path: Path) -> None:
+    settings = ["trainer.save_freq=2", "trainer.on_save_error=warn"]
+    assert run(tmp_path / "run", model, 2, 4, *settings, reward=FULL_FOR_A_WHILE) == [None, None]
+    events = [event for event in read_events(tmp_path / "run" / EVENTS) if event["event"].startswith(("save", "step"))]
+    told = [(event["event"], event["step"]) for event in events if event["event"] != "save_requested"]
+    assert told == [
+        *(("step", 1), ("step", 2), ("save_failed", 2)),
+        *(("step", 3), ("save_durable", 3)),
+        *(("step", 4), ("save_durable", 4)),
+    ]
+    (failed,) = [event for event in events if event["event"] == "save_failed"]
+    assert "rank 1" in failed["error"] and "ulimit -f" in failed["error"]
+
+
+# A phase that hangs
+
+SLOW_ONCE = """
+import os, time
+CALLS.append(prompt)
+if os.environ["RANK"] == "1" and len(CALLS) == 5:
+    time.sleep(2.5)
+return 0.5
+"""
+
+
+def test_a_phase_that_hangs_is_told_of_by_all_whom_it_holds_up(model: Path, tmp_path: Path) -> None:
+    limits = ["trainer.stall_floor=0.7", "trainer.stall_factor=2"]
+    assert run(tmp_path / "run", model, 2, 4, *limits, reward=SLOW_ONCE) == [None, None]
+    told = {
+        event["rank"]: event
+        for event in events_of(tmp_path / "run", "stall")
+        if (event["step"], event["phase"]) == (3, "reward")
+    }
+    assert sorted(told) == [0, 1]
+    over = [event for event in events_of(tmp_path / "run", "stall_over") if event["step"] == 3]
+    assert {event["rank"] for event in over if event["phase"] == "reward"} == {0, 1}
+    stacks = [(tmp_path / "run" / told[rank]["stacks"]).read_text() for rank in (0, 1)]
+    assert "all_gather" in stacks[0] and "_reward.py" in stacks[1]
+    lines = run_status(tmp_path / "run").lines()
+    assert any(line.startswith("stall") and "step 3, reward: took" in line for line in lines)
+    assert any(line.startswith("goodput") and "stalled" in line for line in lines)
+
+
+# Through the launcher
+
+HANGS_ONCE = """
+import os, pathlib, time
+def mine(prompt, response, ground_truth):
+    first = pathlib.Path(__file__).with_name("hung")
+    diary = pathlib.Path(__file__).with_name("run") / "events.jsonl"
+    if os.environ["RANK"] == "1" and not first.exists() and '"event": "step", "step": 2' in diary.read_text():
+        first.touch()
+        time.sleep(10_000)
+    return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two workers; one hangs in step 3, which has them started again; then a scheduler that cannot wait."""
+    root = tmp_path_factory.mktemp("stopped")
+    (root / "reward.py").write_text(HANGS_ONCE)
+    process = start(
+        root / "run",
+        model,
+        2,
+        f"reward.path={root / 'reward.py'}:mine",
+        "trainer.total_training_steps=100000",
+        "trainer.save_freq=2",
+        "trainer.stall_action=restart",
+        "trainer.stall_floor=2",
+        "trainer.stall_factor=2",
+    )
+    wait_for(lambda: [event for event in events_of(root / "run", "step") if event["step"] == 7], process)
+    # To one worker first, then to everybody and again and again, while they save.
+    os.kill(events_of(root / "run", "start")[-1]["pid"], signal.SIGUSR1)
+    while process.poll() is None:
+        time.sleep(0.02)
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            break
+    status, output = ended(process)
+    return {"run": root / "run", "status": status, "output": output}
+
+
+def test_a_hang_has_all_workers_started_again(stopped: dict[str, Any]) -> None:
+    run_dir = stopped["run"]
+    told = [event for event in events_of(run_dir, "stall") if (event["step"], event["phase"]) == (3, "reward")]
+    assert {event["rank"] for event in told} == {0, 1}, stopped["output"]
+    assert "rank 1 of 2 on " in stopped["output"] and "step 3: reward goes on for" in stopped["output"]
+    assert [event["from_step"] for event in events_of(run_dir, "resume")][-1] == 2
+    assert len(events_of(run_dir, "start")) == 2
+
+
+def test_a_run_that_a_scheduler_stops_saves_and_asks_to_be_started_again(stopped: dict[str, Any]) -> None:
+    run_dir = stopped["run"]
+    assert stopped["status"] == 75, stopped["output"]
+    stops = events_of(run_dir, "stop")
+    assert [(event["reason"], event["saved"]) for event in stops] == [("signal", True)]
+    assert stops[0]["step"] >= 7
+    assert events_of(run_dir, "save_durable")[-1]["step"] == stops[0]["step"]
+    last = events_of(run_dir, "step")[-1]["step"]
+    assert last == stops[0]["step"]  # nothing that was finished is lost
+    assert f"stopped on {stops[0]['signal']}, step {last} is saved" in stopped["output"]
+    assert "Traceback" not in stopped["output"]
+    assert not list(run_dir.glob(".global_step_*"))
+    assert not any(alive(event["pid"]) for event in events_of(run_dir, "start"))
+
+
+def test_a_signal_to_the_agent_alone_reaches_its_workers(model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, model, 1, "trainer.total_training_steps=100000", "trainer.save_freq=-1")
+    wait_for(lambda: events_of(tmp_path, "step"), process)
+    process.send_signal(signal.SIGTERM)
+    status, output = ended(process)
+    assert status == 75, output
+    (stop,) = events_of(tmp_path, "stop")
+    assert (stop["signal"], stop["saved"]) == ("SIGTERM", True)
+    assert events_of(tmp_path, "save_durable")[-1]["step"] == stop["step"] == events_of(tmp_path, "step")[-1]["step"]
+    assert sys.platform == "linux" and not alive(events_of(tmp_path, "start")[0]["pid"])
