@@ -1,0 +1,96 @@
+"""Savers with one safeguard taken out: what proves that the proofs can fail.
+
+Savers that do not flush are made by the shim, which skips the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from milepost.checkpoint import commit, saver
+from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.steps import TRACKER, scan, step_name
+
+
+def apply(name: str) -> None:
+    """Take that safeguard out of this process; "" takes out none."""
+    if name:
+        {**MUTANTS, **FLUSHES}[name]()
+
+
+def _put(place: Any, name: str, value: Any) -> None:
+    assert hasattr(place, name), f"the mutant is out of date: {place} has no {name}"
+    setattr(place, name, value)
+
+
+def _manifest_after_rename() -> None:
+    """The step gets its name first and its manifest then."""
+    write, rename, waiting = commit.write_durably, Path.rename, {}
+
+    def write_later(path: Path, data: bytes) -> None:
+        if path.name == MANIFEST:
+            waiting[path.parent] = data
+        else:
+            write(path, data)
+
+    def rename_and_write(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if path in waiting:
+            write(target / MANIFEST, waiting.pop(path))
+        return renamed
+
+    _put(commit, "write_durably", write_later)
+    _put(Path, "rename", rename_and_write)
+
+
+def _tracker_first() -> None:
+    """The tracker names the step before it is there."""
+    prepare = commit._prepare_tracker
+
+    def prepare_and_move(root: Path, step: int) -> Path:
+        prepared = prepare(root, step)
+        return prepared.replace(root / TRACKER)
+
+    _put(commit, "_prepare_tracker", prepare_and_move)
+
+
+def _in_place() -> None:
+    """The step is written under its own name."""
+    make = commit._make_temporary
+
+    def make_final(request: Any) -> Path:
+        made: Path = make(request).rename(request.root / step_name(request.step))
+        return made
+
+    _put(commit, "_make_temporary", make_final)
+
+
+def _delete_first() -> None:
+    """Older steps go before the new one is there."""
+    make = commit._make_temporary
+
+    def make_room(request: Any) -> Path:
+        for step in scan(request.root):
+            commit.delete_step(step.path)
+        return make(request)
+
+    _put(commit, "_make_temporary", make_room)
+
+
+def _aside_unflushed() -> None:
+    """What is set aside is not flushed where it was put."""
+    _put(saver, "sync_directory", lambda path: None)
+
+
+MUTANTS: Mapping[str, Callable[[], None]] = {
+    "manifest after rename": _manifest_after_rename,
+    "tracker first": _tracker_first,
+    "in place": _in_place,
+    "delete first": _delete_first,
+}
+"""What kills find out."""
+
+FLUSHES: Mapping[str, Callable[[], None]] = {"set aside without a flush": _aside_unflushed}
+"""What a power cut finds out, where a run has gone back to an older step."""
