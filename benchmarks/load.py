@@ -30,9 +30,9 @@ from making import HALF_B, TINY, Shape
 from safetensors.torch import load_file, save_file
 
 import milepost
-from milepost.engines.megatron_model import build_chunks
-from milepost.engines.megatron_parallel import Parallel, start
-from milepost.engines.megatron_state import live_tensors
+from milepost.engines.megatron.model import build_chunks
+from milepost.engines.megatron.parallel import Parallel, start
+from milepost.engines.megatron.state import live_tensors
 from milepost.layouts.huggingface import read_config
 from milepost.mapping import expected
 

@@ -87,7 +87,7 @@ def make_zero3(directory: Path, tag: str, shape: Shape, world_size: int, sub_gro
     the weights.
 
     Each weight is flattened, padded and cut evenly over the ranks; a rank's parts lie one after the other in flat
-    tensors of about `sub_group_size` elements. Facts: `milepost.layouts.zero3`.
+    tensors of about `sub_group_size` elements. Facts: `milepost.layouts.zero.stage3`.
     """
     (directory / tag).mkdir(parents=True)
     (directory / "latest").write_text(tag)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from milepost.checkpoint.events import read_events
+from milepost.checkpoint.diary.events import read_events
 from milepost.sparkline import sparkline
 
 HERE = Path("demo")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from milepost.checkpoint.events import EVENTS
+from milepost.checkpoint.diary.events import EVENTS
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from milepost.checkpoint.steps import TRACKER
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.trainer import launch
 
 LAUNCH = """

@@ -21,7 +21,7 @@ from megatron_models import PADDING, Parallel, build, fill
 
 import milepost
 from milepost.checkpoint import passing
-from milepost.engines.megatron_dist import write_dist
+from milepost.engines.megatron.dist_checkpoint import write_dist
 from milepost.errors import MilepostError, MismatchError
 
 

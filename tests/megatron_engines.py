@@ -96,7 +96,7 @@ def _cut_as(parallel: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from milepost.engines.megatron_parallel import start
+    from milepost.engines.megatron.parallel import start
 
     if parallel not in _GROUPS:
         parallel_state.destroy_model_parallel()
@@ -233,8 +233,8 @@ def save_as_megatron(engine: Any, folder: Path) -> None:
     all of them, gathered by Megatron itself; of another one its own `state_dict`."""
     from megatron.core import parallel_state
 
-    from milepost.engines.megatron_model import on_device
-    from milepost.engines.megatron_save import Place
+    from milepost.engines.megatron.model import on_device
+    from milepost.engines.megatron.save import Place
 
     with on_device(CPU):
         if engine.updates.sharded:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from milepost.checkpoint.events import EVENTS, EventLog
+from milepost.checkpoint.diary.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.steps import STATE_FILE

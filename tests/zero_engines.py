@@ -12,8 +12,8 @@ import torch
 
 from milepost.checkpoint.live import LiveSink
 from milepost.engines.base import Engine
-from milepost.engines.deepspeed import DeepSpeedEngine
-from milepost.engines.deepspeed_setup import ZeroSettings, initialize, start
+from milepost.engines.deepspeed.engine import DeepSpeedEngine
+from milepost.engines.deepspeed.setup import ZeroSettings, initialize, start
 from milepost.engines.optim import OptimizerSettings
 from milepost.index import moment_name
 from milepost.layouts import open_directory

@@ -74,7 +74,7 @@ class Names:
 
 
 def record(root: Path, engine: Any, train: Any, load: Any, *, measure: bool = False) -> dict[str, Any]:
-    notes, log = Notes(), logging.getLogger("milepost.checkpoint.saver")
+    notes, log = Notes(), logging.getLogger("milepost.checkpoint.saving.saver")
     log.addHandler(notes)
     manager = CheckpointManager(root, {"actor": engine})
     manager.resume()
@@ -97,7 +97,7 @@ def record(root: Path, engine: Any, train: Any, load: Any, *, measure: bool = Fa
 def deepspeed(base: Path, model: Path) -> dict[str, Any]:
     import zero_engines as made
 
-    from milepost.engines.deepspeed_setup import ZeroSettings
+    from milepost.engines.deepspeed.setup import ZeroSettings
 
     said = {}
     for stage in (3, 1):
@@ -114,7 +114,7 @@ def megatron(base: Path, model: Path) -> dict[str, Any]:
     import megatron_cpu
     import megatron_engines as made
 
-    from milepost.engines.megatron_parallel import Parallel
+    from milepost.engines.megatron.parallel import Parallel
 
     megatron_cpu.install()
     said: dict[str, Any] = {}

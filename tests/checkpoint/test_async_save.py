@@ -25,11 +25,11 @@ from tiny import tiny_qwen2
 from tiny_engine import Counter, Run, TinyEngine, disk_is_at, names, resumed, trained
 
 from milepost.checkpoint.comm import TorchCommunicator
-from milepost.checkpoint.events import EVENTS, EventLog, read_events
+from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.manifest import check_files, read_manifest
-from milepost.checkpoint.staged_file import Staging
-from milepost.checkpoint.staging import PAGE
+from milepost.checkpoint.saving.staged_file import Staging
+from milepost.checkpoint.saving.staging import PAGE
 from milepost.checkpoint.steps import TRACKER, scan
 from milepost.errors import MilepostError
 from milepost.layouts import open_directory

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from milepost.checkpoint.events import EventLog, Interrupted, interrupted_session, read_events
+from milepost.checkpoint.diary.events import EventLog, Interrupted, interrupted_session, read_events
 
 
 def test_events_come_back_in_order_with_time_and_name(tmp_path: Path) -> None:

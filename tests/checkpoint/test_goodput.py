@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from diary import event, killed_run, resume, start, step, survived_run
 
-from milepost.checkpoint.goodput import Goodput, goodput
-from milepost.checkpoint.history import history_of
+from milepost.checkpoint.diary.goodput import Goodput, goodput
+from milepost.checkpoint.diary.history import history_of
 
 
 def spent(events: list[dict[str, object]]) -> Goodput:

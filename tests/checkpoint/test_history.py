@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from diary import BEGIN, event, killed_run, resume, save, start, step, survived_run, write_events
 
-from milepost.checkpoint.events import EVENTS
-from milepost.checkpoint.facts import Kill, RunHistory
-from milepost.checkpoint.history import history_of, read_history
+from milepost.checkpoint.diary.events import EVENTS
+from milepost.checkpoint.diary.facts import Kill, RunHistory
+from milepost.checkpoint.diary.history import history_of, read_history
 from milepost.errors import CallError
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_engine import Counter, Run, TinyEngine, disk_is_at, halve, make_foreign, names, resumed, trained
 
-from milepost.checkpoint.events import EVENTS, EventLog, read_events
+from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.manifest import check_files, read_manifest
 from milepost.checkpoint.resume import Part

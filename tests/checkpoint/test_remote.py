@@ -14,14 +14,14 @@ import pytest
 from tiny_engine import disk_is_at, halve, names, resumed, trained
 
 from milepost.checkpoint.comm import on_rank_0_at_length
-from milepost.checkpoint.events import EVENTS, read_events
-from milepost.checkpoint.fetching import place_of, step_at
+from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.diary.status import require_run
 from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.manifest import MANIFEST
-from milepost.checkpoint.remote import Remote, side_by_side, url_of
-from milepost.checkpoint.remote_steps import UPLOADING, RemoteStep, plan_remote, remote_steps
+from milepost.checkpoint.remote.fetching import place_of, step_at
+from milepost.checkpoint.remote.folder import Remote, side_by_side, url_of
+from milepost.checkpoint.remote.steps import UPLOADING, RemoteStep, plan_remote, remote_steps
 from milepost.checkpoint.retention import Retention
-from milepost.checkpoint.status import require_run
 from milepost.checkpoint.steps import TRACKER
 from milepost.cli.app import run as milepost
 from milepost.errors import CallError, NotFoundError, UploadError

@@ -14,11 +14,11 @@ import pytest
 from object_store import BUCKET, ObjectStore, object_store
 from tiny_engine import TinyEngine, disk_is_at, names, resumed, trained
 
-from milepost.checkpoint import remote as remote_module
-from milepost.checkpoint.events import EVENTS, read_events
-from milepost.checkpoint.fetching import local_copy
-from milepost.checkpoint.remote import Remote
-from milepost.checkpoint.remote_steps import remote_steps
+from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.remote import folder as remote_module
+from milepost.checkpoint.remote.fetching import local_copy
+from milepost.checkpoint.remote.folder import Remote
+from milepost.checkpoint.remote.steps import remote_steps
 from milepost.checkpoint.steps import TRACKER
 from milepost.cli.app import run as milepost
 from milepost.errors import CallError, UploadError

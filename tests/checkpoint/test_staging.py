@@ -12,10 +12,10 @@ import pytest
 import torch
 import xxhash
 
-from milepost.checkpoint import staging, writing
 from milepost.checkpoint.files import StepFiles
-from milepost.checkpoint.staged_file import Staging
-from milepost.checkpoint.staging import PAGE, PagePool
+from milepost.checkpoint.saving import staging, writing
+from milepost.checkpoint.saving.staged_file import Staging
+from milepost.checkpoint.saving.staging import PAGE, PagePool
 from milepost.errors import MilepostError, WriteError
 
 SIZES = (3, 5_000_001, 2_100_000, 0, 64)

@@ -24,9 +24,9 @@ from diary import (
 from tiny_engine import resumed, trained
 
 from milepost.checkpoint import steps
-from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.diary.status import LOOKED_INTO, RunStatus, run_status
 from milepost.checkpoint.resume import choose_start
-from milepost.checkpoint.status import LOOKED_INTO, RunStatus, run_status
 from milepost.checkpoint.steps import TRACKER
 from milepost.errors import IncompleteError, NotFoundError
 
@@ -248,7 +248,7 @@ def test_status_needs_no_torch(tmp_path: Path) -> None:
     made_run(tmp_path / "run")
     code = (
         "import sys; from pathlib import Path\n"
-        "from milepost.checkpoint.status import run_status; from milepost.report import render_report\n"
+        "from milepost.checkpoint.diary.status import run_status; from milepost.report import render_report\n"
         "run = Path(sys.argv[1]); run_status(run); render_report(run)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     )

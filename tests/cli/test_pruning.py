@@ -17,7 +17,7 @@ import pytest
 from tiny_engine import disk_is_at, halve, make_foreign, names, trained
 
 from milepost.checkpoint.commit import _take_away
-from milepost.checkpoint.events import EVENTS
+from milepost.checkpoint.diary.events import EVENTS
 from milepost.checkpoint.lock import LOCK
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, check_files, digest_file, read_manifest
 from milepost.checkpoint.pruning import carry_out, drop_export, plan_prune

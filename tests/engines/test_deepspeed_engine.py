@@ -22,9 +22,9 @@ import zero_engines as zero
 from zero_engines import Folder, assert_holds, make, tokens, train, whole
 
 from milepost.engines.base import RNG
-from milepost.engines.deepspeed_setup import ZeroSettings
+from milepost.engines.deepspeed.setup import ZeroSettings
+from milepost.engines.deepspeed.state import gaps
 from milepost.engines.fsdp import FsdpEngine, Sharding
-from milepost.engines.zero_state import gaps
 from milepost.errors import MismatchError
 from milepost.layouts import open_directory
 

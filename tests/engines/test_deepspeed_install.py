@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.engines.deepspeed_install import check_installed
+from milepost.engines.deepspeed.install import check_installed
 from milepost.errors import CallError
 from milepost.trainer.config import load_config
 from milepost.trainer.launch import check
@@ -70,7 +70,7 @@ def test_a_compiler_is_asked_for_only_where_something_will_be_compiled(
 
 
 def test_the_check_needs_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, milepost.engines.deepspeed_install; assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    code = "import sys, milepost.engines.deepspeed.install; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -79,7 +79,7 @@ def test_on_a_cpu_deepspeed_starts_without_a_compiler_and_without_a_word(tmp_pat
     code = (
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
-        "from milepost.engines.deepspeed_setup import start\n"
+        "from milepost.engines.deepspeed.setup import start\n"
         "start(torch.device('cpu')); start(torch.device('cpu'))\n"
         "import deepspeed, os\n"
         "assert deepspeed.get_accelerator().device_name() == 'cpu' and deepspeed.comm.is_initialized()\n"

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from milepost.engines.base import EagerEngine, Inputs, PipelinedModel, PipelineEngine
-from milepost.engines.megatron_model import padded_vocabulary
-from milepost.engines.megatron_parallel import Parallel
+from milepost.engines.megatron.model import padded_vocabulary
+from milepost.engines.megatron.parallel import Parallel
 from milepost.errors import CallError, MismatchError
 from milepost.layouts import open_directory
 from milepost.layouts.huggingface import read_config
@@ -163,8 +163,8 @@ def _by_megatron_itself(
     """Megatron's own loader reads a dist checkpoint, on ranks that are cut otherwise."""
     from megatron.core import dist_checkpointing
 
-    from milepost.engines.megatron_model import on_device
-    from milepost.engines.megatron_save import sharded_state
+    from milepost.engines.megatron.model import on_device
+    from milepost.engines.megatron.save import sharded_state
 
     engine = made.make(directory, into)
     engine.tensors()

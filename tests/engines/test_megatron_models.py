@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from milepost.engines.base import Inputs
-from milepost.engines.megatron_layers import whole_sequences, windows_of
-from milepost.engines.megatron_parallel import Parallel, layers_of_stages, start
+from milepost.engines.megatron.layers import whole_sequences, windows_of
+from milepost.engines.megatron.parallel import Parallel, layers_of_stages, start
 from milepost.errors import CallError
 
 WHOLE = Parallel()

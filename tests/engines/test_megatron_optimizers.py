@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 
 from milepost.engines.base import Inputs
-from milepost.engines.megatron_parallel import Parallel
-from milepost.engines.megatron_state import View
-from milepost.engines.megatron_updates import Part
+from milepost.engines.megatron.parallel import Parallel
+from milepost.engines.megatron.state import View
+from milepost.engines.megatron.updates import Part
 from milepost.errors import IncompleteError
 from milepost.index import Box, moment_name
-from milepost.layouts import megatron_buffers, megatron_numbered, open_directory
+from milepost.layouts import open_directory
 from milepost.layouts.huggingface import read_config
+from milepost.layouts.megatron import buffers as megatron_buffers
+from milepost.layouts.megatron import numbered as megatron_numbered
 from milepost.mapping import to_huggingface
 
 ALONE, TP2, PP2, VPP2 = Parallel(), Parallel(2), Parallel(1, 2), Parallel(1, 2, 2)
@@ -167,7 +169,7 @@ def _megatrons_layout(sizes: list[int], alone: list[bool], bucket: int | None) -
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from milepost.engines.megatron_model import on_device
+    from milepost.engines.megatron.model import on_device
 
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     for parameter, own in zip(parameters, alone, strict=True):
@@ -233,7 +235,7 @@ def _load_by_megatron(engine: Any, folder: Path) -> None:
     """
     from megatron.core import dist_checkpointing, parallel_state
 
-    from milepost.engines.megatron_model import on_device
+    from milepost.engines.megatron.model import on_device
 
     engine.tensors()
     optimizer = engine.updates.megatron

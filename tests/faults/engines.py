@@ -105,7 +105,7 @@ def _fsdp(model: Path | None) -> Any:
 def _deepspeed(model: Path | None) -> Any:
     import zero_engines
 
-    from milepost.engines.deepspeed_setup import ZeroSettings
+    from milepost.engines.deepspeed.setup import ZeroSettings
 
     assert model is not None
     return zero_engines.make(model, ZeroSettings())
@@ -114,7 +114,7 @@ def _deepspeed(model: Path | None) -> Any:
 def _megatron(model: Path | None) -> Any:
     import megatron_engines
 
-    from milepost.engines.megatron_parallel import Parallel
+    from milepost.engines.megatron.parallel import Parallel
 
     assert model is not None
     return megatron_engines.make(model, Parallel(tensor=2))

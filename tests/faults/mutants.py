@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from milepost.checkpoint import commit, saver
+from milepost.checkpoint import commit
 from milepost.checkpoint.manifest import MANIFEST
+from milepost.checkpoint.saving import saver
 from milepost.checkpoint.steps import TRACKER, scan, step_name
 
 

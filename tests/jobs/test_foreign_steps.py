@@ -18,7 +18,7 @@ from milepost.checkpoint.verify import verify
 from milepost.errors import MismatchError, NotFoundError
 from milepost.jobs.prepare import ModelOptions
 from milepost.layouts import open_directory
-from milepost.layouts.dcp import DcpLayout
+from milepost.layouts.dcp.reader import DcpLayout
 
 TOKENS = torch.arange(20).reshape(2, 10) % titan.VOCABULARY
 

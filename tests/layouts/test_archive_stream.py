@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.checkpoint.torch_pickle import pickled
+from milepost.checkpoint.saving.torch_pickle import pickled
 from milepost.layouts.archive_stream import archive_stream
 from milepost.layouts.archive_writer import crc32_of_both
 from milepost.layouts.torchfile import TorchFile

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from milepost.errors import CallError, DamagedError, IncompleteError, MilepostError, RefusedError
 from milepost.index import TensorIndex
 from milepost.layouts import find_layout, open_directory
-from milepost.layouts.dcp import DcpLayout
+from milepost.layouts.dcp.reader import DcpLayout
 
 ROLES = {
     "trainer/checkpoint-7": "fsdp2",

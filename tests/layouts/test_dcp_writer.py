@@ -24,7 +24,7 @@ from milepost.errors import CheckpointError, MismatchError, RefusedError
 from milepost.index import Box, TensorEntry, bits_dtype
 from milepost.layouts import archives, open_directory
 from milepost.layouts.archive_writer import STORAGES, crc32_of_both, object_archive, tensor_archive
-from milepost.layouts.dcp_writer import Contents, DcpWriter, Place, Stored, lay_out
+from milepost.layouts.dcp.writer import Contents, DcpWriter, Place, Stored, lay_out
 from milepost.layouts.pickling import Call, Global, Pairs, dumps
 from milepost.layouts.torchfile import TorchFile
 from milepost.transfer.plan import windows

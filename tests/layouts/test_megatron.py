@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 
 from milepost.errors import CheckpointError, DamagedError, IncompleteError, RefusedError
 from milepost.layouts import archives, describe, find_layout, open_directory
-from milepost.layouts.megatron_numbers import offsets
+from milepost.layouts.megatron.numbers import offsets
 
 FIRST, LAST = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
 

@@ -11,7 +11,7 @@ import torch
 from milepost.errors import DamagedError
 from milepost.index import TensorIndex
 from milepost.layouts import open_directory
-from milepost.layouts.megatron_buffers import layout
+from milepost.layouts.megatron.buffers import layout
 
 
 @pytest.mark.parametrize(

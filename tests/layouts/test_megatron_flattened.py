@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from milepost.index import Box, ByteSource, Chunk, TensorEntry
 from milepost.layouts import open_directory
-from milepost.layouts.megatron_flattened import unflattened
+from milepost.layouts.megatron.flattened import unflattened
 
 NAME = "decoder.layers.mlp.linear_fc2.weight"
 

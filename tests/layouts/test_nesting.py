@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from milepost.checkpoint.events import read_events
+from milepost.checkpoint.diary.events import read_events
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.restore import STATE_FILE, read_state
 from milepost.errors import DamagedError, MilepostError
 from milepost.jobs.checksums import read_checksums
 from milepost.jobs.lora_training import find_training
-from milepost.layouts.dcp_metadata import _storage
+from milepost.layouts.dcp.metadata import _storage
 from milepost.layouts.dtensor import sharded_ref
 from milepost.layouts.huggingface import ADAPTER_CONFIG, CHECKSUMS, CONFIG, read_config
 from milepost.layouts.inert import PlainDict, StorageRef, TensorRef

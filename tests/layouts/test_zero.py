@@ -27,7 +27,7 @@ from milepost.checkpoint.locate import locate
 from milepost.checkpoint.verify import verify
 from milepost.errors import CallError, DamagedError, IncompleteError, MilepostError, NotFoundError, RefusedError
 from milepost.index import Box, TensorIndex
-from milepost.layouts.zero import DeepSpeedLayout
+from milepost.layouts.zero.reader import DeepSpeedLayout
 from milepost.transfer import execute, plan
 
 OPTIM_3 = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"

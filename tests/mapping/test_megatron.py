@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from milepost.errors import IncompleteError, MismatchError, RefusedError
 from milepost.index import TensorEntry, TensorIndex
 from milepost.layouts.huggingface import read_safetensors
-from milepost.layouts.megatron_parts import part_name
+from milepost.layouts.megatron.parts import part_name
 from milepost.mapping import expected, names
 from milepost.mapping.families import FAMILIES
 from milepost.mapping.megatron import from_megatron, model_of, to_megatron

@@ -8,7 +8,7 @@ import pytest
 from diary import event, killed_run, resume, save, start, step
 from html_page import SVG, numbers_of, of_class
 
-from milepost.checkpoint.history import history_of
+from milepost.checkpoint.diary.history import history_of
 from milepost.report.curves import Panel, draw_panel, marks_of, panels
 
 

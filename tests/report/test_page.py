@@ -14,7 +14,7 @@ from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milepost.checkpoint.events import EVENTS
+from milepost.checkpoint.diary.events import EVENTS
 from milepost.errors import NotFoundError, WriteError
 from milepost.report import render_report, write_report
 

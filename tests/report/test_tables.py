@@ -6,8 +6,8 @@ from typing import Any
 from diary import commit_step, event, killed_run, made_run, resume, start, step, write_events
 from html_page import Page
 
-from milepost.checkpoint.history import history_of, read_history
-from milepost.checkpoint.status import steps_on_disk
+from milepost.checkpoint.diary.history import history_of, read_history
+from milepost.checkpoint.diary.status import steps_on_disk
 from milepost.report.tables import headline, starts_table, steps_table
 
 

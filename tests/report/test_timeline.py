@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 from diary import event, killed_run, resume, save, start, step, survived_run
 from html_page import SVG, numbers_of, of_class
 
-from milepost.checkpoint.history import history_of
+from milepost.checkpoint.diary.history import history_of
 from milepost.report.timeline import timeline
 
 # `killed_run` is busy from 0 to 60, 80 to 120 and 140 to 180 s: 140 s. The gaps of 20 s are more than a tenth of it, so

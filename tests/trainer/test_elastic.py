@@ -16,7 +16,7 @@ from launched import alive, ended, events_of, start, wait_for
 from ranks import run_ranks
 from whole_runs import train
 
-from milepost.checkpoint.history import read_history
+from milepost.checkpoint.diary.history import read_history
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 

@@ -74,7 +74,7 @@ def _run(models: Path) -> dict[str, Any]:
     """The same under each layout, on four ranks."""
     import megatron_engines as made
 
-    from milepost.engines.megatron_parallel import Parallel
+    from milepost.engines.megatron.parallel import Parallel
     from milepost.trainer.ranks import Ranks
 
     told: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def test_the_critic_is_cut_as_the_actor() -> None:
 
 def test_every_size_of_the_config_is_the_engines() -> None:
     pytest.importorskip("megatron.core")
-    from milepost.engines.megatron_parallel import Parallel
+    from milepost.engines.megatron.parallel import Parallel
     from milepost.trainer.megatron_setup import parallel_of
 
     sizes = {
@@ -288,7 +288,7 @@ def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
 def test_a_missing_megatron_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
-    from milepost.engines.megatron_install import check_installed
+    from milepost.engines.megatron.install import check_installed
 
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)

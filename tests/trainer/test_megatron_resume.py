@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
 
 import milepost
-from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.checkpoint.verify import verify
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model

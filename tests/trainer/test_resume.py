@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from whole_runs import measured, train
 
-from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.checkpoint.steps import list_steps
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model

@@ -15,8 +15,8 @@ from launched import alive, ended, events_of, start, wait_for
 from ranks import run_ranks
 from whole_runs import measured
 
-from milepost.checkpoint.events import EVENTS, read_events
-from milepost.checkpoint.status import run_status
+from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.diary.status import run_status
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 

@@ -214,7 +214,7 @@ def _three_ways(directory: Path, out: Path) -> dict[str, Any]:
     import zero_engines as zero
     from torch.distributed.device_mesh import init_device_mesh
 
-    from milepost.engines.deepspeed_setup import ZeroSettings, start
+    from milepost.engines.deepspeed.setup import ZeroSettings, start
     from milepost.trainer import zero_models
     from milepost.trainer.update import update_joint
 

@@ -13,7 +13,7 @@ from whole_runs import measured, train
 
 pytest.importorskip("deepspeed")
 
-from milepost.checkpoint.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.schema import TaskConfig, WarmStartConfig

@@ -29,7 +29,7 @@ from milepost.checkpoint.comm import Communicator, on_rank_0, together
 from milepost.checkpoint.deadline import Deadline, in_time
 from milepost.checkpoint.files import StepFiles, make_directory, sync_directory, write_durably
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, digest_file
-from milepost.checkpoint.staged_file import Staging, reason
+from milepost.checkpoint.saving.staged_file import Staging, reason
 from milepost.checkpoint.steps import STATE_FILE, TRACKER, read_tracker, step_name
 from milepost.engines.base import Engine
 from milepost.errors import CallError, IncompleteError, LostRankError, MilepostError, WriteError

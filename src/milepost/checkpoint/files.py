@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from milepost.checkpoint.manifest import FileRecord, digest_file
-from milepost.checkpoint.staged_file import StagedFile, Staging, in_words, refused
-from milepost.checkpoint.writing import OutFile
+from milepost.checkpoint.saving.staged_file import StagedFile, Staging, in_words, refused
+from milepost.checkpoint.saving.writing import OutFile
 from milepost.errors import CallError, MilepostError
 from milepost.layouts.archive_stream import archive_stream
 
@@ -63,7 +63,7 @@ class StepFiles:
     def save(self, name: str, state: Any) -> None:
         """Write an object into a new file as torch.save does. It may change as soon as this returns, and its tensors on
         a device once `DeviceCopies.wait` has returned."""
-        from milepost.checkpoint.torch_pickle import pickled  # noqa: PLC0415  imports torch
+        from milepost.checkpoint.saving.torch_pickle import pickled  # noqa: PLC0415  imports torch
 
         data_pkl, storages = pickled(state)
         plan = archive_stream(data_pkl, [storage.nbytes for storage in storages])

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from milepost.checkpoint.events import EVENTS
+from milepost.checkpoint.diary.events import EVENTS
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.steps import STATE_FILE, StepDir, StepState, judge, scan

@@ -22,16 +22,16 @@ from typing import Any, Self, TypeVar
 
 from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0, on_rank_0_at_length
 from milepost.checkpoint.commit import SavedStep, agree, mend_tracker, sweep
-from milepost.checkpoint.events import EventLog, interrupted_session, plain_json, read_events
-from milepost.checkpoint.fetching import fetch_named, fetch_newest
+from milepost.checkpoint.diary.events import EventLog, interrupted_session, plain_json, read_events
 from milepost.checkpoint.loading import Loader, Opened, Stateful
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
-from milepost.checkpoint.mirror import Mirror
 from milepost.checkpoint.pruning import carry_out, plan_prune
-from milepost.checkpoint.remote import Remote, url_of
+from milepost.checkpoint.remote.fetching import fetch_named, fetch_newest
+from milepost.checkpoint.remote.folder import Remote, url_of
+from milepost.checkpoint.remote.mirror import Mirror
 from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
 from milepost.checkpoint.retention import Retention
-from milepost.checkpoint.saver import PATIENCE, Saver, Saving
+from milepost.checkpoint.saving.saver import PATIENCE, Saver, Saving
 from milepost.checkpoint.steps import StepDir
 from milepost.engines.base import Engine
 from milepost.errors import CallError, CheckpointError, ConfigError, DamagedError, IncompleteError

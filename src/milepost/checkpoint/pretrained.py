@@ -21,7 +21,7 @@ from milepost.checkpoint.comm import Communicator, default_communicator, on_rank
 from milepost.checkpoint.live import LiveSink
 from milepost.checkpoint.passing import pass_on
 from milepost.engines.base import LiveTensor
-from milepost.engines.megatron_state import live_tensors, unwrapped
+from milepost.engines.megatron.state import live_tensors, unwrapped
 from milepost.errors import CallError, IncompleteError, MismatchError
 from milepost.index import TensorIndex
 from milepost.jobs.prepare import prepare

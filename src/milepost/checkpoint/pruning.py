@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from milepost.checkpoint.commit import delete_step, litter, mend_tracker
+from milepost.checkpoint.diary.history import read_history
+from milepost.checkpoint.diary.status import is_running
 from milepost.checkpoint.files import sync_directory, write_durably
-from milepost.checkpoint.history import read_history
 from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps, export_files, is_export_path
 from milepost.checkpoint.lock import LOCK, exclusive
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
-from milepost.checkpoint.status import is_running
 from milepost.checkpoint.steps import read_tracker, scan
 from milepost.errors import CheckpointError, NotFoundError, WriteError
 

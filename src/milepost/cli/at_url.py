@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from milepost.checkpoint.fetching import local_copy, place_of
 from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.locate import locate
 from milepost.checkpoint.pruning import EXPORT, STEP, Going
-from milepost.checkpoint.remote import Remote
-from milepost.checkpoint.remote_steps import RemoteStep, plan_remote, remote_steps, tracker_of, verify_remote
+from milepost.checkpoint.remote.fetching import local_copy, place_of
+from milepost.checkpoint.remote.folder import Remote
+from milepost.checkpoint.remote.steps import RemoteStep, plan_remote, remote_steps, tracker_of, verify_remote
 from milepost.checkpoint.retention import Retention, decide
 from milepost.checkpoint.verify import Verdict
 from milepost.cli import inspecting, pruning

@@ -14,7 +14,7 @@ from milepost.checkpoint import verify as verification
 from milepost.checkpoint.inventory import StepFacts, disk_steps, inventory, retention_of
 from milepost.checkpoint.locate import Located, locate, roles_of
 from milepost.checkpoint.manifest import MANIFEST
-from milepost.checkpoint.remote import url_of
+from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.retention import Decision, Retention, decide
 from milepost.checkpoint.steps import judge, read_tracker, scan
 from milepost.cli.declared import Option

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 from milepost.checkpoint.locate import Located
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.parts import locate_part
-from milepost.checkpoint.remote import url_of
+from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.steps import judge
 from milepost.cli.declared import Argument, Option
 from milepost.console import note

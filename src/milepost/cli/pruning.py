@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 from milepost.checkpoint.commit import sweep
+from milepost.checkpoint.diary.status import numbers, require_run
 from milepost.checkpoint.inventory import retention_of
 from milepost.checkpoint.pruning import STEP, Going, alone, carry_out, pin, plan_prune, sweepable
-from milepost.checkpoint.remote import url_of
+from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.retention import Decision, Retention
-from milepost.checkpoint.status import numbers, require_run
 from milepost.cli.declared import Argument, Option
 from milepost.cli.options import Json, Quiet, of_call, print_json
 from milepost.console import note

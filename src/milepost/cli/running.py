@@ -107,7 +107,7 @@ def status(
 
     Did it resume, from where, with which parts; which step is newest and whole; what was lost; what is next.
     """
-    from milepost.checkpoint.status import run_status  # noqa: PLC0415
+    from milepost.checkpoint.diary.status import run_status  # noqa: PLC0415
 
     found = run_status(run)
     if json_:

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from milepost import __version__
 from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0
-from milepost.checkpoint.events import EVENTS, EventLog
+from milepost.checkpoint.diary.events import EVENTS, EventLog
 from milepost.checkpoint.files import StepFiles
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.resume import Part, ResumeReport

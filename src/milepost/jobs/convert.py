@@ -28,10 +28,10 @@ from milepost.jobs.merge import check_space, write_companions
 from milepost.jobs.output import Kind, output_directory
 from milepost.jobs.prepare import HuggingFaceModel, ModelOptions, prepare, under_cast
 from milepost.layouts.archive_writer import object_archive
-from milepost.layouts.dcp_metadata import METADATA
-from milepost.layouts.dcp_writer import Contents, DcpWriter, Stored, lay_out
+from milepost.layouts.dcp.metadata import METADATA
+from milepost.layouts.dcp.writer import Contents, DcpWriter, Stored, lay_out
 from milepost.layouts.huggingface import CONFIG, SUBDIRECTORY, is_model_directory, read_config
-from milepost.layouts.megatron import COMMON, DIST_BACKEND, DIST_METADATA
+from milepost.layouts.megatron.reader import COMMON, DIST_BACKEND, DIST_METADATA
 from milepost.mapping.megatron import RULES, model_of, to_megatron
 from milepost.mapping.megatron.dist import extra_states, layers_alike, places
 from milepost.mapping.names import ALLOW_MISSING

@@ -58,10 +58,10 @@ class _OnDemand:
 
 LAYOUTS: tuple[Layout, ...] = (
     _OnDemand("fsdp", "fsdp", "FsdpLayout"),
-    _OnDemand("deepspeed", "zero", "DeepSpeedLayout"),
-    _OnDemand("megatron", "megatron", "MegatronLayout"),
+    _OnDemand("deepspeed", "zero.reader", "DeepSpeedLayout"),
+    _OnDemand("megatron", "megatron.reader", "MegatronLayout"),
     _OnDemand("huggingface", "huggingface", "HuggingFaceLayout"),
-    _OnDemand("dcp", "dcp", "DcpLayout"),
+    _OnDemand("dcp", "dcp.reader", "DcpLayout"),
 )
 """Every layout that is read, in the order in which `auto` asks them: a trainer's files before a model beside them."""
 
@@ -98,7 +98,7 @@ def archives(index: TensorIndex) -> Iterator[tuple[Path, tuple[int, int] | None]
     """Where the torch.save archives of an opened checkpoint lie, as `TorchFile` takes them; records have a CRC-32."""
     yield from ((path, None) for path in index.files if path.suffix == ".pt")
     if index.layout in ("dcp", "megatron"):
-        from milepost.layouts import dcp  # noqa: PLC0415  see _OnDemand
+        from milepost.layouts.dcp import reader as dcp  # noqa: PLC0415  see _OnDemand
 
         yield from ((span.file, (span.start, span.length)) for span in dcp.archives(index))
 

@@ -16,8 +16,10 @@ import numpy as np
 
 from milepost.errors import DamagedError
 from milepost.index import Box, Chunk, TensorIndex, itemsize, read_chunk
-from milepost.layouts import dcp, dcp_shards, fsdp
-from milepost.layouts.dcp_metadata import Span, read_contents
+from milepost.layouts import fsdp
+from milepost.layouts.dcp import reader as dcp
+from milepost.layouts.dcp import shards as dcp_shards
+from milepost.layouts.dcp.metadata import Span, read_contents
 from milepost.layouts.headers import rank_part
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile

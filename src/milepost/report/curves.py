@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, median
 
-from milepost.checkpoint.facts import RunHistory, StepRecord, Validation
+from milepost.checkpoint.diary.facts import RunHistory, StepRecord, Validation
 from milepost.report.svg import Markup, Scale, coordinate, drawing, markup, text_width
 
 Point = tuple[int, float]

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from milepost.checkpoint.facts import RunHistory
-from milepost.checkpoint.goodput import goodput
-from milepost.checkpoint.history import read_history
-from milepost.checkpoint.status import StepsOnDisk, require_run, steps_on_disk
+from milepost.checkpoint.diary.facts import RunHistory
+from milepost.checkpoint.diary.goodput import goodput
+from milepost.checkpoint.diary.history import read_history
+from milepost.checkpoint.diary.status import StepsOnDisk, require_run, steps_on_disk
 from milepost.errors import WriteError
 from milepost.report.curves import Marks, Panel, draw_panel, marks_of, panels
 from milepost.report.shares import shares

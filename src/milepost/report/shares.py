@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from milepost.checkpoint.goodput import Goodput
+from milepost.checkpoint.diary.goodput import Goodput
 from milepost.report.svg import Markup, drawing, joined, markup
 from milepost.wording import duration
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from milepost.checkpoint.facts import RunHistory, Session
-from milepost.checkpoint.goodput import goodput
-from milepost.checkpoint.status import StepsOnDisk, numbers
+from milepost.checkpoint.diary.facts import RunHistory, Session
+from milepost.checkpoint.diary.goodput import goodput
+from milepost.checkpoint.diary.status import StepsOnDisk, numbers
 from milepost.report.svg import Markup, joined, markup
 from milepost.wording import counted, duration, file_size, moment
 

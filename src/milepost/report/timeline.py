@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from milepost.checkpoint.facts import RunHistory, Save, Session, Validation
+from milepost.checkpoint.diary.facts import RunHistory, Save, Session, Validation
 from milepost.report.svg import Markup, TimeScale, drawing, joined, markup, text_width, time_scale
 from milepost.wording import counted, duration, file_size, moment, ranges
 

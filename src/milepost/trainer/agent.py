@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from milepost.checkpoint.events import EventLog
+from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.preemption import CLOSING, REQUEUE
 from milepost.errors import MilepostError
 from milepost.trainer.launch import EVENTS_FILE, SHUTDOWN_TIMEOUT, STOP_SIGNALS, VERDICT_FILE

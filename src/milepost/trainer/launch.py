@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 from uuid import uuid4
 
-from milepost.checkpoint.events import EVENTS
-from milepost.engines import megatron_install
-from milepost.engines.deepspeed_install import check_installed
+from milepost.checkpoint.diary.events import EVENTS
+from milepost.engines.deepspeed.install import check_installed
+from milepost.engines.megatron import install as megatron_install
 from milepost.errors import CallError, NotFoundError, WriteError
 from milepost.trainer.config import load_config
 from milepost.trainer.schema import DEEPSPEED, MEGATRON, TrainConfig

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from milepost.checkpoint.events import EventLog
+from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption, Stop
 from milepost.engines import rng

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from milepost.engines.megatron import MegatronEngine
-from milepost.engines.megatron_model import build_chunks
-from milepost.engines.megatron_parallel import Parallel
-from milepost.engines.megatron_pipeline import PipelineModel
-from milepost.engines.megatron_save import CLASSIC
+from milepost.engines.megatron.engine import MegatronEngine
+from milepost.engines.megatron.model import build_chunks
+from milepost.engines.megatron.parallel import Parallel
+from milepost.engines.megatron.pipeline import PipelineModel
+from milepost.engines.megatron.save import CLASSIC
 from milepost.engines.optim import OptimizerSettings
 from milepost.layouts.huggingface import read_config
 from milepost.mapping import FAMILIES, value_head_config
@@ -42,7 +42,7 @@ def load_policy(
     optimizer: OptimizerSettings | None,
     seed: int,
 ) -> MegatronEngine:
-    """A causal language model. `megatron_model.start` comes before."""
+    """A causal language model. `engines.megatron.parallel.start` comes before."""
     config = read_config(source.directory)
     return _finish(policy_on_meta(source, settings.dtype), source, config, device, settings, optimizer, seed, None)
 

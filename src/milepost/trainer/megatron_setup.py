@@ -8,8 +8,8 @@ import importlib
 import torch
 
 from milepost.engines.base import TrainingEngine
-from milepost.engines.megatron_install import check_installed
-from milepost.engines.megatron_parallel import Parallel, start
+from milepost.engines.megatron.install import check_installed
+from milepost.engines.megatron.parallel import Parallel, start
 from milepost.engines.optim import OptimizerSettings
 from milepost.trainer.models import ModelSource
 from milepost.trainer.ranks import Ranks, Share

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from milepost.checkpoint.comm import on_rank_0
-from milepost.checkpoint.events import EVENTS, EventLog
+from milepost.checkpoint.diary.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
-from milepost.checkpoint.mirror import try_to_upload
 from milepost.checkpoint.preemption import Durations, Preemption
+from milepost.checkpoint.remote.mirror import try_to_upload
 from milepost.checkpoint.retention import Retention
 from milepost.engines.base import TrainingEngine
-from milepost.engines.deepspeed_install import check_installed
-from milepost.engines.deepspeed_setup import ZeroSettings, start
+from milepost.engines.deepspeed.install import check_installed
+from milepost.engines.deepspeed.setup import ZeroSettings, start
 from milepost.engines.fsdp import MESH_DIM, Sharding
 from milepost.engines.optim import OptimizerSettings
 from milepost.errors import CallError

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.events import EventLog
+from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.preemption import Durations
 from milepost.wording import disk_error, duration
 

@@ -25,7 +25,7 @@ import transformers
 
 import milepost
 from milepost.checkpoint.comm import TorchCommunicator, on_rank_0
-from milepost.checkpoint.events import EVENTS, EventLog, read_events
+from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.files import make_directory
 from milepost.checkpoint.lock import exclusive
 from milepost.checkpoint.preemption import (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from milepost.engines.deepspeed import DeepSpeedEngine
-from milepost.engines.deepspeed_setup import ZeroSettings, initialize
+from milepost.engines.deepspeed.engine import DeepSpeedEngine
+from milepost.engines.deepspeed.setup import ZeroSettings, initialize
 from milepost.engines.optim import OptimizerSettings
 from milepost.mapping.wrappers import POLICY, VALUE_MODEL
 from milepost.trainer.models import ModelSource, critic_on_meta, fill_from_directory, policy_on_meta, tied_names

@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from milepost.layouts.dcp_writer import Place
-from milepost.layouts.megatron_classic import EXTRA_STATE
+from milepost.layouts.dcp.writer import Place
+from milepost.layouts.megatron.classic import EXTRA_STATE
 from milepost.mapping.megatron.names import Model, pattern_of
 from milepost.mapping.megatron.spelling import DIST, spelled
 

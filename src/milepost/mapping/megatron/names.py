@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from milepost.errors import CheckpointError, IncompleteError, MismatchError
 from milepost.index import Shape, TensorEntry, TensorIndex
-from milepost.layouts.megatron_parts import split_part
+from milepost.layouts.megatron.parts import split_part
 from milepost.mapping.architectures import Config, expected
 from milepost.mapping.dialects import MEGATRON, speaks_megatron
 from milepost.mapping.families import FAMILIES

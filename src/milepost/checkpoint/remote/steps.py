@@ -1,0 +1,245 @@
+"""The steps at a URL: which there are, which are whole, and how one is removed.
+
+A step counts once its manifest is there, since that is written last; it is whole if every file that the manifest names
+is there with its size. To remove a step is to remove its manifest first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from secrets import token_hex
+
+import xxhash
+
+from milepost.checkpoint.inventory import PIN, StepFacts, export_records, is_export_path, metrics_of
+from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, parse_manifest
+from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
+from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
+from milepost.checkpoint.steps import STATE_FILE, TRACKER, step_number
+from milepost.errors import CheckpointError, MilepostError, NotFoundError
+from milepost.transfer.execute import Progress
+
+HF_MODEL = "hf_model"
+UPLOADING = "uploading"
+"""An object of this name lies in a step until its manifest does: what has it and no manifest is left by a kill."""
+
+
+class RemoteStep:
+    """A step at a URL, as `milepost.checkpoint.retention.Step`: each property is read when it is first asked for.
+
+    folder: the name of its folder
+    """
+
+    def __init__(self, remote: Remote, folder: str, step: int) -> None:
+        self.remote = remote
+        self.folder = folder
+        self.step = step
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Its objects, and their bytes."""
+        return self.remote.sizes(self.folder)
+
+    @cached_property
+    def own(self) -> bool:
+        """Whether milepost committed it."""
+        return MANIFEST in self.sizes
+
+    @cached_property
+    def unfinished(self) -> bool:
+        """Whether milepost began it, and did not come to its end."""
+        return UPLOADING in self.sizes and not self.own
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What it says of itself. DamagedError where it cannot be read."""
+        path = f"{self.folder}/{MANIFEST}"
+        return parse_manifest(self.remote.read(path), f"{self.remote}/{path}")
+
+    @cached_property
+    def why(self) -> str:
+        """What keeps it from being whole, in words; empty where nothing does."""
+        if not self.own:
+            return f"{self.remote}/{self.folder} has no {MANIFEST}: it was not uploaded to its end"
+        try:
+            manifest = self.manifest
+        except CheckpointError as error:
+            return str(error)
+        if manifest.step != self.step:
+            return f"{self.remote}/{self.folder}/{MANIFEST} is of step {manifest.step}"
+        for record in manifest.files:
+            size = self.sizes.get(record.path)
+            if size is None:
+                return f"{self.remote}/{self.folder}/{record.path} is missing"
+            if size != record.size:
+                return f"{self.remote}/{self.folder}/{record.path} has {size} bytes instead of {record.size}"
+        return ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether training could go on from it."""
+        return not self.why
+
+    @cached_property
+    def pinned(self) -> bool:
+        """Whether it is to stay."""
+        return PIN in self.sizes
+
+    @cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured when it was saved; empty where that cannot be read."""
+        try:
+            return metrics_of(json.loads(self.remote.read(f"{self.folder}/{STATE_FILE}")))
+        except (MilepostError, ValueError, RecursionError):
+            return {}
+
+    @cached_property
+    def has_export(self) -> bool:
+        """Whether weights in Hugging Face's form lie in it."""
+        return any(is_export_path(path) and path.endswith(".safetensors") for path in self.sizes)
+
+    def facts(self) -> StepFacts:
+        """What it is and holds, for people."""
+        total = sum(self.sizes.values())
+        if not self.own:
+            return StepFacts(
+                self.folder, self.step, "incomplete", self.why, len(self.sizes), total, None, (), None,
+                pinned=self.pinned,
+            )  # fmt: skip
+        try:
+            manifest = self.manifest
+        except CheckpointError as error:
+            return StepFacts(self.folder, self.step, "damaged", str(error), len(self.sizes), total, None, (), None)
+        missing = self.why.endswith("is missing")
+        return StepFacts(
+            folder=self.folder,
+            step=self.step,
+            state="committed" if self.whole else "incomplete" if missing else "damaged",
+            why=self.why,
+            files=len(manifest.files),
+            bytes=manifest.nbytes,
+            world_size=manifest.world_size,
+            roles=tuple(manifest.roles),
+            created=manifest.created,
+            layouts=tuple(manifest.roles.values()),
+            export_bytes=sum(record.size for record in export_records(manifest)),
+            pinned=self.pinned,
+            metrics=self.metrics,
+        )
+
+
+def remote_steps(remote: Remote) -> tuple[RemoteStep, ...]:
+    """Every folder at a URL that is named as a step, in numeric order; nothing is known of what is in it."""
+    found = [(step_number(Path(name)), name) for name in remote.folders()]
+    return tuple(RemoteStep(remote, name, step) for step, name in sorted((s, n) for s, n in found if s is not None))
+
+
+def newest_whole(
+    remote: Remote, roles: Collection[str] = (), *, run_id: str = "", without: Collection[int] = ()
+) -> tuple[RemoteStep | None, tuple[str, ...]]:
+    """The newest step at a URL that is whole, and why newer ones are not.
+
+    roles:    roles that must be in it
+    run_id:   where given, only steps of this run count
+    without:  steps to pass over
+    """
+    passed_over = []
+    for step in reversed(remote_steps(remote)):
+        if step.step in without:
+            continue
+        if not step.whole:
+            passed_over.append(step.why)
+        elif (not run_id or step.manifest.run_id == run_id) and not set(roles) - set(step.manifest.roles):
+            return step, tuple(passed_over)
+    return None, tuple(passed_over)
+
+
+def tracker_of(remote: Remote) -> int | None:
+    """The step that the tracker at a URL names; None where there is none."""
+    try:
+        return int(remote.read(TRACKER))
+    except (NotFoundError, ValueError):
+        return None
+
+
+def verify_remote(step: RemoteStep, *, deep: bool, progress: Progress) -> list[str]:
+    """What is wrong with a step at a URL, one line each; with `deep` every byte is streamed through its checksum."""
+    if step.why:
+        return [step.why]
+    problems: list[str] = []
+    below = step.remote.below(step.folder)
+
+    def check(record: FileRecord) -> None:
+        digest = xxhash.xxh3_128()
+        for start in range(0, record.size, PART):
+            digest.update(below.read(record.path, start, min(start + PART, record.size)))
+            progress(min(PART, record.size - start))
+        if digest.hexdigest() != record.xxh3_128:
+            problems.append(f"{below}/{record.path} has other bytes than were written: its checksum differs")
+
+    if deep:
+        side_by_side(step.manifest.files, check)
+    return sorted(problems)
+
+
+def remove_step(remote: Remote, folder: str) -> None:
+    """Remove a step. Without its manifest, which goes first, it is none."""
+    remote.remove([f"{folder}/{MANIFEST}"])
+    remote.remove_folder(folder)
+
+
+def remove_export(step: RemoteStep) -> None:
+    """Remove a step's weights in Hugging Face's form; its manifest, written anew, ceases to name them first."""
+    manifest = step.manifest
+    kept = tuple(record for record in manifest.files if not is_export_path(record.path))
+    contents = tuple(name for name in manifest.contents if name != HF_MODEL)
+    without = replace(manifest, files=kept, contents=contents)
+    if without != manifest:
+        step.remote.put_bytes(without.to_json().encode(), f"{step.folder}/{MANIFEST}")
+    step.remote.remove(f"{step.folder}/{path}" for path in step.sizes if is_export_path(path))
+
+
+def set_aside(remote: Remote, steps: Iterable[RemoteStep]) -> str:
+    """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned."""
+    into = f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{token_hex(2)}"
+    for step in steps:
+        names = [f"{step.folder}/{name}" for name in step.sizes if name != MANIFEST]
+        side_by_side(names, lambda name: remote.duplicate(name, f"{into}/{name}"))
+        if step.own:
+            remote.duplicate(f"{step.folder}/{MANIFEST}", f"{into}/{step.folder}/{MANIFEST}")
+        remove_step(remote, step.folder)
+    return into
+
+
+@dataclass(frozen=True)
+class RemotePlan:
+    """What retention says of the steps at a URL: every decision, the steps that go, and those whose exports go."""
+
+    decisions: tuple[Decision, ...]
+    steps: tuple[RemoteStep, ...]
+    exports: tuple[RemoteStep, ...]
+
+    def carry_out(self) -> None:
+        """Remove what goes."""
+        for step in self.steps:
+            remove_step(step.remote, step.folder)
+        for step in self.exports:
+            remove_export(step)
+
+
+def plan_remote(steps: Collection[RemoteStep], retention: Retention) -> RemotePlan:
+    """Decide from what the URL says; nothing is changed."""
+    decisions = decide(steps, retention.policy)
+    gone = {decision.step for decision in decisions if not decision.kept}
+    staying = [step for step in steps if step.step not in gone]
+    dropped = set(exports_to_drop(staying, retention.keep_exports))
+    return RemotePlan(
+        decisions,
+        tuple(step for step in steps if step.own and step.step in gone),
+        tuple(step for step in staying if step.step in dropped and "model" in step.manifest.contents),
+    )

@@ -1,0 +1,1 @@
+"""How a step's bytes come to the disk: taken in one copy, hashed and written by a crew, one step in flight."""

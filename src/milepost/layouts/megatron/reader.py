@@ -1,0 +1,160 @@
+"""The Megatron layout: what Megatron-LM, verl and slime write, read without Megatron, a process group or a GPU.
+
+    iter_0000123/mp_rank_.../model_optim_rng.pt      classic files of Megatron-LM: `files`, `classic`
+    iter_0000123/.metadata, __0_0.distcp, common.pt  dist checkpoint (torch_dist): Megatron-LM, slime
+    {role}/model/mp_rank_.../model_states.pt         classic files of verl 0.2 and 0.3 (model.pt), and of milepost
+    {role}/dist_ckpt/                                dist checkpoint of verl 0.4 to 0.8, and of milepost
+    {role}/model/dist_ckpt/, {role}/optimizer/...    dist checkpoint of verl 0.9
+    {role}/huggingface/, {role}/model/huggingface/   config and tokenizer, since verl 0.6 often the weights themselves
+
+The index has Megatron's names; what they mean and how parts are joined is the mapping's (`milepost.mapping.megatron`).
+A dist checkpoint is a torch DCP folder (`layouts.dcp.reader`), so its tensors are whole. Optimizer state that is laid
+out like the weights becomes `optim/<name>/<moment>`: `exp_avg`, `exp_avg_sq`, and `param`, the optimizer's own copy of
+a weight in float32, which Megatron writes as `param` or `fp32_param`; before 0.16 flattened (`flattened`).
+Flat buffers of a data-parallel rank, which name no weights, leave a reason in `unread`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from milepost.index import TensorEntry, TensorIndex, moment_name
+from milepost.layouts.dcp.metadata import holds_dcp
+from milepost.layouts.dcp.reader import DcpLayout
+from milepost.layouts.megatron.classic import EXTRA_STATE, extra_state_line, open_classic
+from milepost.layouts.megatron.files import folder_of_ranks
+from milepost.layouts.megatron.flattened import unflattened
+from milepost.layouts.megatron.optimizer import DistObjects
+from milepost.layouts.torchfile import TorchFile
+
+DIST_METADATA = "metadata.json"
+DIST_BACKEND = "torch_dist"
+COMMON = "common.pt"
+_DIST_FOLDERS = ("", "dist_ckpt", "model/dist_ckpt")
+_OPTIMIZER_FOLDERS = ("optimizer/dist_ckpt",)
+_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.(.+)", re.DOTALL)
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\..+", re.DOTALL)
+_EXTRA = re.compile(rf".+\.{EXTRA_STATE}/shard_.+", re.DOTALL)
+_STATE = re.compile(r"rng_state.*|rerun_state_machine_state.*", re.DOTALL)
+
+
+class MegatronLayout:
+    """Reader of Megatron checkpoints in both forms."""
+
+    name = "megatron"
+
+    def recognises(self, directory: Path) -> bool:
+        """Whether folders of ranks or a dist checkpoint lie here or where a known trainer puts them."""
+        return folder_of_ranks(directory) is not None or bool(_dist_folders(directory))
+
+    def open(self, directory: Path) -> TensorIndex:
+        """The index under Megatron's names: whole tensors of a dist checkpoint, parts of classic files."""
+        folders = _dist_folders(directory)
+        if not folders:
+            ranks = folder_of_ranks(directory)
+            assert ranks is not None
+            return open_classic(ranks, self.name)
+        opened = [_open_dist(folder) for folder in folders]
+        objects = DistObjects(_Objects(folders, [index.objects for index in opened]))
+        entries = {name: entry for index in opened for name, entry in index.items()}
+        moved = [name for name in entries if moment_name(name, "exp_avg") in entries]
+        return TensorIndex(
+            entries | (objects.steps(moved, folders[0] / COMMON) if moved else {}),
+            self.name,
+            tuple(path for index in opened for path in index.files),
+            max(index.world_size for index in opened),
+            objects,
+            tuple(line for index in opened for line in index.unread),
+        )
+
+    def describe(self, directory: Path) -> str:
+        """What was recognised, in words."""
+        folders = _dist_folders(directory)
+        if folders:
+            where = [str(folder.relative_to(directory)) for folder in folders if folder != directory]
+            return "a dist checkpoint of Megatron" + (f" in {' and '.join(where)}" if where else "")
+        ranks = folder_of_ranks(directory)
+        assert ranks is not None
+        return "classic files of Megatron" + ("" if ranks == directory else f" in {ranks.relative_to(directory)}")
+
+
+def _dist_folders(directory: Path) -> list[Path]:
+    """Where a directory's dist checkpoints lie: the weights' first, and the optimizer's, where that has its own."""
+    weights = [directory / name if name else directory for name in _DIST_FOLDERS]
+    found = [folder for folder in weights if _is_dist(folder)][:1]
+    return found + [directory / name for name in _OPTIMIZER_FOLDERS if _is_dist(directory / name)]
+
+
+def _is_dist(folder: Path) -> bool:
+    if not holds_dcp(folder):
+        return False
+    if folder.name == "dist_ckpt":
+        return True
+    try:
+        return bool(json.loads((folder / DIST_METADATA).read_text())["sharded_backend"] == DIST_BACKEND)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return (folder / COMMON).is_file()
+
+
+def _open_dist(folder: Path) -> TensorIndex:
+    index = DcpLayout().open(folder)
+    entries: dict[str, TensorEntry] = {}
+    flattened: dict[str, dict[str, TensorEntry]] = {}
+    flat = shapeless = 0
+    for key, entry in index.items():
+        match = _MOMENT.fullmatch(key)
+        if match is not None:
+            weight, kind = index.get(match[2]), match[1].removeprefix("fp32_")
+            if weight is not None and weight.shape != entry.shape:
+                flattened.setdefault(match[2], {})[kind] = entry
+                continue
+            entries[moment_name(match[2], kind)] = entry
+        elif _OPTIMIZER.fullmatch(key):
+            flat += 1
+        elif not _STATE.fullmatch(key):
+            entries[key] = entry
+    for name, kinds in flattened.items():
+        found = unflattened(kinds, index[name])
+        shapeless += len(kinds) if found is None else 0
+        entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
+    extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
+    unread = [extra_state_line(extra)] if extra else []
+    if flat:
+        unread.append(
+            f"{flat} buffers of optimizer state, each of a data-parallel rank, which name no weights; "
+            "dist_ckpt_optim_fully_reshardable=true of verl, --dist-ckpt-optim-fully-reshardable of Megatron-LM save a "
+            "form that does"
+        )
+    if shapeless:
+        unread.append(f"{shapeless} tensors of optimizer state whose shapes or values are not those of their weights")
+    return TensorIndex(entries, MegatronLayout.name, index.files, index.world_size, index.objects, tuple(unread))
+
+
+class _Objects(Mapping[str, Any]):
+    """State that is no tensor, by its key; `common` is what Megatron keeps once for all ranks: arguments, iteration,
+    schedule. Each is read when asked for."""
+
+    def __init__(self, folders: list[Path], objects: list[Mapping[str, Any]]) -> None:
+        self._common = next((folder / COMMON for folder in folders if (folder / COMMON).is_file()), None)
+        self._objects = objects
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "common" and self._common is not None:
+            file = TorchFile(self._common)
+            return file.plain(file.root)
+        for objects in self._objects:
+            if key in objects:
+                return objects[key]
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        if self._common is not None:
+            yield "common"
+        yield from dict.fromkeys(key for objects in self._objects for key in objects)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,142 @@
+"""Optimizer state whose file does not name the parameters, given back to them: what such files share.
+
+    buffers     flat buffers of the DistributedOptimizer
+    numbered    whole tensors by number, of the optimizer that is not distributed
+    flattened   parts of weights in dist checkpoints, flattened
+
+The order of the parameters is the model's, which its file has, changed by rules of Megatron's. That the rules are the
+ones by which a file was written is not believed but proved: the optimizer's float32 copy of each parameter, rounded to
+the weight's element type, must be the weight. What does not pass is left, with a reason.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from milepost.index import Bits, Box, ByteSource, Chunk, TensorEntry
+from milepost.layouts.inert import TensorRef
+from milepost.layouts.megatron.files import RankFile
+from milepost.layouts.torchfile import TorchFile
+
+MASTER = "param"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXPERTS = ".mlp.experts."
+_NO_PARAMETERS = ("_extra_state", "expert_bias", "tokens_per_expert")
+_SAMPLE = 4096  # elements that are compared at each end of a parameter
+
+Parameter = tuple[int, str]
+"""A chunk of a rank's model, and a name in it."""
+States = Mapping[Parameter, Mapping[str, TensorRef]]
+"""`MASTER` and `MOMENTS` of each parameter, of its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The optimizer state of all ranks, as far as it could be read.
+
+    states:  by a rank's number: the file, and what of it is each parameter's
+    steps:   how many the optimizer has counted
+    unread:  why there is none, in words
+    """
+
+    states: Mapping[int, tuple[TorchFile, States]] = field(default_factory=dict)
+    steps: float = 0.0
+    unread: str = ""
+
+    def of(self, rank: int, parameter: Parameter) -> Iterator[tuple[str, TorchFile, TensorRef]]:
+        """Kind, file and place of what there is of a rank's parameter."""
+        if rank in self.states:
+            file, states = self.states[rank]
+            for kind, ref in states.get(parameter, {}).items():
+                yield kind, file, ref
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that were read."""
+        return tuple(dict.fromkeys(file.path for file, _ in self.states.values()))
+
+
+def counted(states: Mapping[int, tuple[TorchFile, States]], counts: set[float]) -> Recovered:
+    """States with the count of steps that all files agree on."""
+    if len(counts) == 1:
+        return Recovered(states, counts.pop())
+    said = "different counts" if counts else "no count"
+    return Recovered(unread=f"optimizer state: the files of the ranks have {said} of its steps, which AdamW needs")
+
+
+def count_entry(path: Path, steps: float) -> TensorEntry:
+    """A count of steps as the tensor that others have of it."""
+    return TensorEntry("float32", (), (Chunk(Box((), ()), ByteSource(str(path), 0, (), struct.pack("<f", steps))),))
+
+
+def parameters_of(rank: RankFile, part: int | None) -> list[Parameter]:
+    """A rank's parameters, in the order of its model.
+
+    part:  0 for those that are no experts, 1 for experts, which have an optimizer of their own where they are dealt out
+           to ranks; None for all
+    """
+    return [
+        (stage, name)
+        for stage, chunk in enumerate(rank.chunks)
+        for name, value in chunk.items()
+        if isinstance(value, TensorRef)
+        and not name.endswith(_NO_PARAMETERS)
+        and (part is None or (_EXPERTS in name) == bool(part))
+    ]
+
+
+def optimizers_of(rank: RankFile) -> list[tuple[int | None, Mapping[str, Any]]]:
+    """The optimizers in a file of Megatron-LM: of which part of the parameters, and what was saved."""
+    root = rank.file.root
+    found = root.get("optimizer") if isinstance(root, dict) else None
+    several = isinstance(found, list)
+    numbered = enumerate(found if isinstance(found, list) else [found])
+    return [(number if several else None, saved) for number, saved in numbered if isinstance(saved, dict)]
+
+
+def cut(flat: TensorRef, start: int, like: TensorRef) -> TensorRef:
+    """The part of a flat tensor that begins at `start`, of the shape of a parameter."""
+    strides = tuple(math.prod(like.shape[dim + 1 :]) for dim in range(len(like.shape)))
+    return TensorRef(flat.dtype, like.shape, strides, flat.storage, flat.offset + start)
+
+
+def is_master(file: TorchFile, master: TensorRef, model: TorchFile, weight: TensorRef) -> bool:
+    """Whether a float32 tensor, rounded, is a weight: looked at are both ends."""
+    rounded = ROUNDED.get(weight.dtype)
+    alike = master.dtype == "float32" and master.shape == weight.shape
+    if rounded is None or not alike or any(cut(ref, 0, ref).strides != ref.strides for ref in (master, weight)):
+        return False
+    size = math.prod(weight.shape)
+    for first in {0, max(0, size - _SAMPLE)}:
+        count = min(_SAMPLE, size - first)
+        if not np.array_equal(rounded(_run(file, master, first, count)), _run(model, weight, first, count)):
+            return False
+    return True
+
+
+def _run(file: TorchFile, ref: TensorRef, first: int, count: int) -> Bits:
+    return file.entry(TensorRef(ref.dtype, (count,), (1,), ref.storage, ref.offset + first)).bits()
+
+
+def _to_bfloat16(bits: Bits) -> Bits:
+    """Float32 bits rounded to the nearest bfloat16, ties to even, as torch casts."""
+    wide = bits.astype(np.uint64)
+    return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _to_float16(bits: Bits) -> Bits:
+    return bits.view(np.float32).astype(np.float16).view(np.uint16)
+
+
+ROUNDED: Mapping[str, Callable[[Bits], Bits]] = MappingProxyType(
+    {"float32": lambda bits: bits, "bfloat16": _to_bfloat16, "float16": _to_float16}
+)
+"""Element type -> what the bits of a float32 become in it."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's files: ZeRO stages 0 to 3."""
