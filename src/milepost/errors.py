@@ -58,5 +58,13 @@ class UploadError(WriteError):
     """A step is durable in the run's folder, but could not be brought to a second place."""
 
 
+class EarlierStepError(WriteError):
+    """The step of an earlier call never came to the disk. What this call was asked for is done."""
+
+
+class OutageError(CallError):
+    """A server or the network to it does not answer: the same call may be served later."""
+
+
 class LostRankError(MilepostError):
     """Another rank of this run has ended, or does not answer: nothing that takes all ranks can be done any more."""

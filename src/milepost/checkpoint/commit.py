@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from milepost import __version__
@@ -143,23 +144,62 @@ def take_step(request: StepRequest, comm: Communicator, staging: Staging) -> Tak
 def finish_step(taken: TakenStep, comm: Communicator) -> SavedStep:
     """Bring a step to the disk and commit it; all ranks call it together. Raises as `take_step` does."""
     request, tmp, final = taken.request, taken.tmp, taken.final
-    with _or_nothing(request.step, comm, taken.staging, final, tmp):
+    word = _LastWord()
+    with _or_nothing(request.step, comm, taken.staging, final, tmp, word):
         together(comm, taken.staging.wait)
         records = [record for of_one in comm.all_gather(_records(taken)) for record in of_one]
-        commit = partial(_commit, taken, records, comm.world_size)
+        commit = partial(_commit, taken, records, comm.world_size, word)
         return on_rank_0(comm, lambda: taken.staging.deadline.within(final, commit))
 
 
-def write_step(request: StepRequest, comm: Communicator) -> SavedStep:
-    """Save one step while training waits; all ranks call it together. Raises as `take_step` does."""
-    return finish_step(take_step(request, comm, Staging.make()), comm)
+class _LastWord:
+    """Whether a step gets its name. The thread that commits may be slow or hang, and who waits for it may have to leave
+    or give up: only one of the two has its way."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._naming = False
+        self._refused = False
+        self._taken_back = False
+
+    def name(self) -> bool:
+        """Asked right before the step gets its name; from then on its files are not to be touched."""
+        with self._lock:
+            self._naming = not self._refused
+            return self._naming
+
+    def refuse(self) -> bool:
+        """Give the step up. False: it is just getting its name, and stays."""
+        with self._lock:
+            self._refused = not self._naming
+            return self._refused
+
+    def take_back(self) -> bool:
+        """Give the step up, though it may be getting its name: then that will be taken from it again. False in that
+        case."""
+        if self.refuse():
+            return True
+        with self._lock:
+            self._taken_back = True
+        return False
+
+    def keeps(self) -> bool:
+        """Asked once the step has its name: whether it keeps it."""
+        with self._lock:
+            return not self._taken_back
 
 
 @contextlib.contextmanager
 def _or_nothing(
-    step: int, comm: Communicator, staging: Staging, final: Path, tmp: Path | None = None
+    step: int,
+    comm: Communicator,
+    staging: Staging,
+    final: Path,
+    tmp: Path | None = None,
+    word: _LastWord | None = None,
 ) -> Iterator[None]:
     """Where anything goes wrong in this context, on any rank, nothing of the step stays."""
+    word = word or _LastWord()
 
     def parting() -> float:
         return 0.1 if staging.deadline.missed else _PARTING
@@ -172,17 +212,20 @@ def _or_nothing(
         yield
     except LostRankError as error:  # with whom nobody can meet again
         staging.crew.abandon(parting())
-        remove()
+        if word.refuse():
+            remove()
         raise _not_saved(step, error, tmp, final) from error
     except MilepostError as error:
         staging.crew.abandon(parting())
         comm.barrier()  # from here on nobody writes into it
-        remove()
+        if word.take_back():
+            remove()
         comm.barrier()
         raise _not_saved(step, error, tmp, final) from error
-    except BaseException:
+    except BaseException:  # leaving in a hurry: a step that is just getting its name is whole, and stays
         staging.crew.abandon(parting())
-        remove()
+        if word.refuse():
+            remove()
         raise
 
 
@@ -246,7 +289,7 @@ def _take_role(tmp: Path, role: str, engine: Engine, staging: Staging) -> StepFi
     return files
 
 
-def _commit(taken: TakenStep, records: list[FileRecord], world_size: int) -> SavedStep:
+def _commit(taken: TakenStep, records: list[FileRecord], world_size: int, word: _LastWord) -> SavedStep:
     """Rank 0's part, after all ranks have written."""
     request, tmp, final = taken.request, taken.tmp, taken.final
     for record in records:
@@ -266,8 +309,14 @@ def _commit(taken: TakenStep, records: list[FileRecord], world_size: int) -> Sav
         try:
             taken.staging.deadline.check(final)
             request.make_way()
+            if not word.name():
+                raise taken.staging.deadline.miss(final)
             tmp.rename(final)
             _hold(tmp, final)
+            if not word.keeps():  # all ranks were told that it was not saved
+                final.rename(tmp)
+                _remove(tmp)
+                raise taken.staging.deadline.miss(final)
         except BaseException:
             tracker.unlink()
             raise

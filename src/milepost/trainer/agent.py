@@ -21,6 +21,7 @@ from typing import NoReturn
 from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.preemption import CLOSING, REQUEUE
 from milepost.errors import MilepostError
+from milepost.trainer.entry import AGENT
 from milepost.trainer.launch import EVENTS_FILE, SHUTDOWN_TIMEOUT, STOP_SIGNALS, VERDICT_FILE
 
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="milepost-") as directory:
         verdict = Path(directory) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
+        os.environ[AGENT] = str(os.getpid())
         patience = float(os.environ.get(SHUTDOWN_TIMEOUT, "30"))
         try:
             run_agent(arguments, stops, verdict.with_name(CLOSING), patience)

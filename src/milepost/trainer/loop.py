@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption, Stop
 from milepost.engines import rng
-from milepost.errors import CallError, LostRankError, MilepostError, UploadError, WriteError
+from milepost.errors import CallError, EarlierStepError, LostRankError, MilepostError, UploadError, WriteError
 from milepost.trainer.batch import Spread
 from milepost.trainer.data import PromptBatch, PromptDataset, collate
 from milepost.trainer.experience import Collector, Models
@@ -152,35 +153,35 @@ class PpoTrainer:
         """Save a step if that is wanted, and look after one that is on its way to the disk; the metrics of both.
 
         After a save that a disk refused training goes on if the config says so, and the next step is to be saved. The
-        last one has no next."""
+        last one has no next. An upload that failed has been logged, and noted in the diary, by who tried it: the step
+        is durable here, it is tried again, and what has not arrived at the end of the run is an error then."""
         in_background = self.config.trainer.async_save and not last
         measured: dict[str, float] = {}
         try:
             if wanted:
-                with watch.time("save_checkpoint"):
+                with watch.time("save_checkpoint"), contextlib.suppress(UploadError):
                     self.manager.save(step, self._measured(step, metrics), blocking=not in_background)
                 measured["milepost/stall_s"] = watch.seconds["save_checkpoint"]
                 self._save_is_due = False
             if wanted or self.config.trainer.async_save:
-                for saved in self.manager.poll():
-                    self.durations.add("save", saved.seconds)
-                    measured |= {"milepost/saved_bytes": float(saved.nbytes), "milepost/write_s": saved.seconds}
+                with contextlib.suppress(UploadError):
+                    for saved in self.manager.poll():
+                        self.durations.add("save", saved.seconds)
+                        measured |= {"milepost/saved_bytes": float(saved.nbytes), "milepost/write_s": saved.seconds}
         except MilepostError as error:
             misused = isinstance(error, CallError) and not isinstance(error, WriteError)
             lost = isinstance(error, LostRankError)
-            only_there = isinstance(error, UploadError)  # the step is durable here
-            if (last and not only_there) or misused or lost or self.config.trainer.on_save_error == "raise":
+            earlier = isinstance(error, EarlierStepError)  # this step is saved
+            ends_well = last and earlier
+            if misused or lost or (not ends_well and (last or self.config.trainer.on_save_error == "raise")):
                 raise
-            self._save_is_due = not only_there
+            self._save_is_due = not earlier
             self._failed_saves += 1
             measured["milepost/failed_saves"] = float(self._failed_saves)
             if self.ranks.rank == 0:
-                what = "an upload" if only_there else "a save"
-                again = "" if only_there else ", and the next step is to be saved"
-                sys.stderr.write(
-                    f"milepost: after step {step} {what} failed: {error}; training goes on (trainer.on_save_error=warn)"
-                    f"{again}\n"
-                )
+                goes_on = "; training goes on (trainer.on_save_error=warn)" if not last else ""
+                again = "" if earlier else ", and the next step is to be saved"
+                sys.stderr.write(f"milepost: after step {step} a save failed: {error}{goes_on}{again}\n")
         return measured
 
     def _remembered(self) -> Callable[[], None]:
@@ -202,9 +203,13 @@ class PpoTrainer:
         if step < first:
             return Stopped(stop, step, saved=step > 0)
         try:
-            self.manager.save(step, self._measured(step, self._metrics))
+            with contextlib.suppress(UploadError):  # the step is durable here, and the end of the run tries again
+                self.manager.save(step, self._measured(step, self._metrics))
         except LostRankError:
             raise
+        except EarlierStepError as error:  # this one is saved
+            if self.ranks.rank == 0:
+                sys.stderr.write(f"milepost: before it, a save had failed: {error}\n")
         except MilepostError as error:
             if self.ranks.rank == 0:
                 sys.stderr.write(f"milepost: stopped on {stop.words}, and step {step} could not be saved: {error}\n")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ from milepost.checkpoint.preemption import (
 from milepost.checkpoint.probe import probe_root
 from milepost.engines import rng
 from milepost.engines.cpu_compat import choose_cpu
-from milepost.errors import CallError, LostRankError, MilepostError
+from milepost.errors import CallError, LostRankError, MilepostError, UploadError
 from milepost.trainer.config import config_yaml, load_config
 from milepost.trainer.launch import RUN_ID, VERDICT_FILE
 from milepost.trainer.logging import TENSORBOARD_DIR, ConsoleLogger, Logger, TensorBoardLogger
@@ -52,11 +52,11 @@ from milepost.trainer.setup import build_trainer, run_directory
 from milepost.trainer.stall import FOLDER, StallLimits, StallWatch
 
 CONFIG_COPY = "config.yaml"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker")
 """In the words of gloo and NCCL."""
 _PATIENCE = 1800.0  # seconds
 _LINGER = 5.0
+_TO_PART = 10.0  # seconds that a process which stops needs for itself at the end
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    if "RANK" in os.environ:
-        die_with_parent()
     signal.signal(signal.SIGINT, _interrupt)
     verdict_file = os.environ.get(VERDICT_FILE)
     if verdict_file and Path(verdict_file).exists():
@@ -232,18 +230,16 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preempt
                 )
             loggers += make_loggers(config, root, next_step, trainer.total_steps)
         ending = trainer.run(next_step, events, loggers, stalls)
-    except (KeyboardInterrupt, Terminated):
+    except BaseException as error:
         _linger(trainer)
-        # Under an agent this may be the death of another rank; the agent knows, and writes it.
-        if events is not None and VERDICT_FILE not in os.environ:
-            events.write("stop", reason="signal")
-        raise
-    except LostRankError:
-        _linger(trainer)
-        raise  # a restart goes on: this is a kill, and no stop
-    except MilepostError as error:
         if events is not None:
-            events.write("stop", reason="error", error=str(error))
+            # Under an agent a signal may be the death of another rank; the agent knows, and writes it. A lost rank is a
+            # kill, after which a restart goes on, and no stop.
+            if isinstance(error, KeyboardInterrupt | Terminated):
+                if VERDICT_FILE not in os.environ:
+                    events.write("stop", reason="signal")
+            elif isinstance(error, MilepostError) and not isinstance(error, LostRankError):
+                events.write("stop", reason="error", error=str(error))
         raise
     finally:
         for logger in loggers:
@@ -254,7 +250,15 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preempt
         trainer.manager.close(step=max(next_step - 1, trainer.total_steps))
     else:
         why = ending.why
-        trainer.manager.close(why.reason, signal=why.signal, step=ending.step, saved=ending.saved)
+        # Uploads get what is left until the agent ends this process.
+        patience = max(0.0, config.trainer.shutdown_timeout - _TO_PART - (time.monotonic() - why.since))
+        try:
+            trainer.manager.close(
+                why.reason, patience=patience, signal=why.signal, step=ending.step, saved=ending.saved
+            )
+        except UploadError as error:  # it is durable here: that the network fails changes nothing about the stop
+            if ranks.rank == 0:
+                sys.stderr.write(f"milepost: {error}; the next start uploads it\n")
         if ranks.rank == 0 and ending.why.reason != RESIZE:
             print(told(ending), flush=True)
     return ending
@@ -355,16 +359,6 @@ def earlier_rewards(events: Sequence[Mapping[str, Any]], next_step: int) -> list
         if event["event"] == "step" and isinstance(step, int) and isinstance(reward, int | float):
             rewards[step] = float(reward)
     return [rewards[step] for step in sorted(rewards) if step < next_step]
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when torchrun's agent dies: an orphan would train on and write into the run."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died just before
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def quiet(device: torch.device) -> None:

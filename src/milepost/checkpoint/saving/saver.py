@@ -39,7 +39,7 @@ from milepost.checkpoint.saving.flight import Flight
 from milepost.checkpoint.saving.staged_file import Staging
 from milepost.checkpoint.steps import StepDir, scan
 from milepost.engines.base import Engine
-from milepost.errors import CallError, MilepostError
+from milepost.errors import CallError, EarlierStepError, LostRankError, MilepostError
 from milepost.wording import duration, file_size
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Saving:
     after_durable:  called on rank 0, in the thread that saved, once a step is on the disk: retention, uploads. What it
                     raises is logged, and changes nothing about the step
     make_way:       called on rank 0 before the first step of this session appears, with the number up to which steps
-                    belong to its history: moves aside the others where they lie in a second place too
+                    belong to its history: has the others moved aside where they lie in a second place too
     """
 
     contents: tuple[str, ...]
@@ -101,9 +101,13 @@ class Saver:
     def begin(self, keep_up_to: int | None, newest: StepDir | None) -> None:
         """The history that this session goes on with: its steps, and the one that is as good as saved."""
         self._keep_up_to, self._newest = keep_up_to, newest
+        self._way_is_clear = False
 
     def save(self, step: int, state: Callable[[], Mapping[str, Any]], *, blocking: bool = True) -> Path:
-        """Save a step; returns its folder, which is there once the step is durable. See `CheckpointManager.save`."""
+        """Save a step; returns its folder, which is there once the step is durable. See `CheckpointManager.save`.
+
+        Raises EarlierStepError where this step is saved, or on its way, and the one before it never came to the disk.
+        """
         begun = time.monotonic()
         self._comm.meet("save")
         late = self._wait()
@@ -112,8 +116,10 @@ class Saver:
         except MilepostError as error:
             # Nothing of the two may go unheard.
             raise (error if late is None else type(error)(f"{error}; before it {late}")) from late
-        if late is not None:
+        if isinstance(late, LostRankError):
             raise late
+        if late is not None:
+            raise EarlierStepError(str(late)) from late
         return folder
 
     def poll(self) -> tuple[SavedStep, ...]:
