@@ -97,7 +97,7 @@ def sweep(savers: Savers, base: Path, options: argparse.Namespace, tallies: dict
             folder.mkdir()
             begun = time.monotonic()
             progress(mutant)
-            found = any(finding.faults for finding in inject(folder))
+            found = any(finding.shows(mutants.FAULTS[mutant]) for finding in inject(folder))
             tally = tallies.setdefault("mutants that were found out", Tally())
             tally.injected += 1
             tally.failed += [] if found else [mutant]

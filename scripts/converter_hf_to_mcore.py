@@ -21,7 +21,9 @@ _ALONE = (
     "--overwrite",
     "--json",
     "--quiet",
+    "-q",
     "--help",
+    "-h",
 )
 _DTYPE = "bf16"
 

@@ -95,6 +95,8 @@ class Case:
     grouped: bool = False
 
 
+STEP = 3
+"""Updates of an optimizer in a folder of its own."""
 _SINGLETON = {"singleton_local_shards": True}
 CASES = {
     "llama-tp2pp2": Case("llama", Parallel(tp=2, pp=2), {}),
@@ -227,7 +229,20 @@ def _write_dist(
     if moments:
         (chunk,) = chunks
         content["optimizer"] = _optimizer_state(chunk, masters, sharded["model"])
+        _write_apart(directory.parent / "apart", sharded, content["optimizer"])
     megatron_cpu.save(content, directory)
+
+
+def _write_apart(role: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """As verl 0.9: model and optimizer in a folder each. The number of steps is where Adam of Apex has it."""
+    inner = optimizer["optimizer"]
+    groups = [{**group, "step": STEP} for group in inner["param_groups"]]
+    counted = {**optimizer, "optimizer": {**inner, "param_groups": groups}}
+    for name, content in (("model", model), ("optimizer", {"optimizer": counted})):
+        if dist.get_rank() == 0:
+            (role / name / "dist_ckpt").mkdir(parents=True)
+        dist.barrier()
+        megatron_cpu.save(content, role / name / "dist_ckpt")
 
 
 def _optimizer_state(model: torch.nn.Module, masters: list[torch.Tensor], sharded: Any) -> dict[str, Any]:

@@ -82,6 +82,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"model_type": "gemma"}, "norms of the model multiply by weight, those of a gemma do not"),
     ("mixtral", {"num_local_experts": 8}, "the model has 4 experts, config.json says 8"),
     ("qwen2", {"tie_word_embeddings": False}, "the model's output layer is its embedding"),
+    ("llama", {"tie_word_embeddings": True}, "the model's output layer is a tensor of its own"),
 )
 """Model, what another config.json says, and what a user should hear of."""
 
@@ -106,12 +107,26 @@ def load_all(models: str, converted: str, wrong: str) -> dict[str, Any]:
     broken = [_broken(Path(models) / model, Path(wrong) / "broken", at) for model, at in BROKEN]
     full = _full(Path(models) / "llama", Path(wrong))
     sizes = {case.model: _size(Path(models) / case.model) for case in CASES}
-    return {"cases": found, "refused": said, "sizes": sizes, "broken": broken, "full": full}
+    apart = _apart(Path(models) / "llama")
+    return {"cases": found, "refused": said, "sizes": sizes, "broken": broken, "full": full, "apart": apart}
+
+
+def _apart(model: Path) -> list[str]:
+    """What this rank hears when not all make the call; when one is given a method that there is not, another one."""
+    said = ["was not there"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        said = [_words(lambda: milepost.load_pretrained([], model, patience=0.3))]
+    dist.barrier()
+    for method in ("brodcast", "broadcast"):
+        given = method if dist.get_rank() == 2 else "sharded"
+        said.append(_words(lambda given=given: milepost.load_pretrained([], model, method=given)))
+    return said
 
 
 def _broken(model: Path, copy: Path, at: Parallel) -> list[str]:
     """What a broadcast says on this rank when the file on rank 0 becomes shorter while it is read, at the first window
-    or at a later one; and when a rank cannot keep what came: the first, the last."""
+    or at a later one; and when a rank cannot keep what came, or has no room for a window: the first, the last."""
     _, chunks = _made(model, at)
     wanted = passing.read_as
     said = []
@@ -132,6 +147,8 @@ def _broken(model: Path, copy: Path, at: Parallel) -> list[str]:
     for failing in BROKEN_RANKS:
         fails = failing == dist.get_rank()
         with patch.object(passing.LiveSink, "places", _no_memory if fails else passing.LiveSink.places):
+            said.append(_said(chunks, model if dist.get_rank() == 0 else Path("/nowhere")))
+        with patch.object(passing._Rank, "make_room", _no_memory if fails else passing._Rank.make_room):
             said.append(_said(chunks, model if dist.get_rank() == 0 else Path("/nowhere")))
     return said
 

@@ -1,9 +1,9 @@
-"""How milepost words bytes, durations, moments, lists of steps and what a disk refuses."""
+"""How milepost words bytes, durations, moments, lists of steps and ranks, and what a disk refuses."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 
 
@@ -50,6 +50,11 @@ def ranges(steps: Iterable[int]) -> str:
         else:
             runs.append([step, step])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """`rank 4`, `ranks 0-3, 9`; `nobody` where there is none."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)}" if ranks else "nobody"
 
 
 def printable(words: str) -> str:

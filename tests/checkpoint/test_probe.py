@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+from faults.places import why_not
 from ranks import run_ranks
 
 from milepost.checkpoint.comm import SingleProcess, TorchCommunicator
@@ -45,6 +47,7 @@ def mount_own(folder: Path) -> None:
         assert call() == 0, os.strerror(ctypes.get_errno())
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_one_folder_for_all_ranks_and_what_else_there_is(tmp_path: Path) -> None:
     (tmp_path / "private").mkdir()
     old = tmp_path / "shared" / ".probe_0123_7"

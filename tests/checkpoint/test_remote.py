@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,17 +16,18 @@ import pytest
 from tiny_engine import disk_is_at, halve, names, resumed, trained
 
 from milepost.checkpoint.comm import on_rank_0_at_length
-from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.diary.status import require_run
 from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.remote.fetching import place_of, step_at
 from milepost.checkpoint.remote.folder import Remote, side_by_side, url_of
-from milepost.checkpoint.remote.steps import UPLOADING, RemoteStep, plan_remote, remote_steps
+from milepost.checkpoint.remote.mirror import try_at_start
+from milepost.checkpoint.remote.steps import UPLOADING, RemoteStep, plan_remote, remote_steps, remove_step
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.steps import TRACKER
 from milepost.cli.app import run as milepost
-from milepost.errors import CallError, NotFoundError, UploadError
+from milepost.errors import CallError, DamagedError, NotFoundError, OutageError, UploadError, WriteError
 
 pytest.importorskip("fsspec")
 pytest.importorskip("tenacity")
@@ -298,6 +301,155 @@ def test_a_fresh_start_moves_the_older_history_aside(url: str, root: Path, tmp_p
     assert resumed(tmp_path / "newer", remote=url).is_at(1)
 
 
+def test_a_killed_removal_is_no_step_of_another_program_and_goes_at_the_next_start(
+    url: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    removed, calls = Remote.remove, []
+
+    def killed(remote: Remote, names: Any) -> None:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(list(names))
+        removed(remote, calls[0])
+
+    with monkeypatch.context() as cut:
+        cut.setattr(Remote, "remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_step(Remote(url), "global_step_1")
+    assert calls == [[f"global_step_1/{MANIFEST}"]]
+    left, whole = remote_steps(Remote(url))
+    assert left.unfinished and MODEL in left.sizes and whole.whole
+    with pytest.raises(DamagedError, match="no step here is whole"):
+        step_at(place_of(f"{url}/global_step_1"))
+    shutil.rmtree(root / "global_step_1")
+    resumed(root, remote=url).manager.close()
+    assert Remote(url).folders() == ["global_step_2"]
+
+
+def test_a_full_disk_is_said_and_no_older_step_is_taken(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, real = f"memory://{root}/there", os.pwrite
+    trained(root, 1, 2, remote=url).manager.close()
+    room = [1000]
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(fd, data[: room[0]], offset)
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as small:
+        small.setattr(os, "pwrite", full)
+        with pytest.raises(WriteError, match=r"step 2 was not fetched from .*No space left|step 2 .* full"):
+            resumed(tmp_path / "new", remote=url)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:100], offset))  # short, as it may be
+    assert resumed(tmp_path / "new", remote=url).is_at(2)
+
+
+# An outage costs time only
+
+
+def test_no_save_waits_for_the_network_and_the_older_history_goes_aside_before_the_first_upload(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{root}/there"
+    trained(root, 5, 6, remote=url).manager.close()
+    failing = Failing(monkeypatch, lambda name: True)
+    run = resumed(tmp_path / "new", "disable", remote=url)
+    with contextlib.suppress(UploadError):  # told of then or at the end
+        run.train(1)
+    assert disk_is_at(tmp_path / "new/global_step_1", 1)
+    with pytest.raises(UploadError, match="connection was cut"):
+        run.manager.close()
+    (stop,) = events(tmp_path / "new", "stop")
+    assert "connection was cut" in stop["not_uploaded"]
+    failing.broken = False
+    run = resumed(tmp_path / "new", remote=url)  # a new process: the URL's step 6 is newer, and of the older history
+    assert run.is_at(1)
+    run.train(2)
+    run.manager.close()
+    assert numbers(url) == [1, 2]
+    (aside,) = [name for name in Remote(url).folders() if name.startswith("set_aside_")]
+    assert Remote(url).below(aside).folders() == ["global_step_5", "global_step_6"]
+    assert names(tmp_path / "new") == {"global_step_1", "global_step_2", TRACKER}
+
+
+def test_a_start_without_the_network_goes_on_from_what_is_here(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{root}/there"
+    trained(root, 1, 2, remote=url).manager.close()
+    Failing(monkeypatch, lambda name: True)
+    run = resumed(root, remote=url)
+    assert run.is_at(2)
+    assert any("connection was cut" in line and "step 2 is the newest" in line for line in run.manager.report.lines())
+    try_at_start(url, root, EventLog(root / EVENTS))
+    assert [event["step"] for event in events(root, "remote_unreachable")] == [2, 2]
+    with pytest.raises(OutageError, match="connection was cut"):
+        try_at_start(url, root / "nothing", EventLog(root / EVENTS))
+
+
+def test_an_end_in_a_hurry_waits_no_longer_than_it_may(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, going = f"memory://{root}/there", threading.Event()
+    put = Remote.put
+
+    def slow(remote: Remote, source: Path, name: str) -> None:
+        assert going.wait(30)
+        put(remote, source, name)
+
+    monkeypatch.setattr(Remote, "put", slow)
+    run = trained(root, 1, remote=url)
+    with pytest.raises(UploadError, match=r"step 1 is durable in .* not uploaded to .* in the time that was left"):
+        run.manager.close("signal", patience=0.2, step=1)
+    (stop,) = events(root, "stop")
+    assert stop["reason"] == "signal" and stop["step"] == 1 and "step 1 is durable" in stop["not_uploaded"]
+    going.set()
+    thread = run.manager._mirror and run.manager._mirror._thread
+    assert thread is not None
+    thread.join(30)
+
+
+def test_a_failure_that_was_made_up_for_is_none_at_the_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{root}/there"
+    failing = Failing(monkeypatch, lambda name: name.endswith(MODEL))
+    run = trained(root, 1, remote=url)
+    while not events(root, "upload_failed"):
+        threading.Event().wait(0.01)
+    failing.broken = False
+    run.manager.close()
+    assert numbers(url) == [1]
+
+
+def test_what_all_stay_for_takes_no_look_into_each(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{root}/there"
+    run = trained(root, 1, 2, 3, remote=url)
+    mirror = run.manager._mirror
+    assert mirror is not None
+    while 3 not in mirror._there:
+        threading.Event().wait(0.01)
+    for step in (1, 2):
+        shutil.rmtree(root / f"global_step_{step}")
+    seen: list[str] = []
+    sizes = Remote.sizes
+    monkeypatch.setattr(Remote, "sizes", lambda remote, folder: seen.append(folder) or sizes(remote, folder))
+    run.train(4)
+    run.manager.close()
+    assert set(seen) == {"global_step_4"} and numbers(url) == [1, 2, 3, 4]
+
+
+def test_a_restart_fetches_a_named_step_once(url: str, root: Path, tmp_path: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    named = Path(f"{url}/global_step_1")
+    new = tmp_path / "new"
+    resumed(new, "resume_path", named, run_id="r")
+    Remote(url).remove_folder("global_step_1")
+    assert resumed(new, "resume_path", named, run_id="r", attempt=1).is_at(1)
+    halve(new / "fetched/global_step_1" / MODEL)
+    with pytest.raises(NotFoundError, match="holds no step 1"):
+        resumed(new, "resume_path", named, run_id="r", attempt=1)
+
+
 def test_a_url_that_does_not_answer_is_no_fresh_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, lambda name: True)
     with pytest.raises(CallError, match="after 2 tries: the connection was cut"):
@@ -385,6 +537,58 @@ def test_the_first_error_stops_the_others() -> None:
     with pytest.raises(ValueError, match="three"):
         side_by_side(range(1000), act, workers=1)
     assert done == [0, 1, 2]
+
+
+def test_pins_at_a_url_obey_the_dry_run_and_are_all_looked_at_first(
+    url: str, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained(root, 1, 2, 3, remote=url).manager.close()
+
+    def pinned() -> list[int]:
+        return [step.step for step in remote_steps(Remote(url)) if step.pinned]
+
+    assert milepost(["prune", url, "--pin", "1", "--unpin", "77"]) == 2
+    assert milepost(["prune", url, "--pin", "1", "--dry-run"]) == 0
+    assert milepost(["prune", url, "--pin", "1", "--keep_last", "1"]) == 2  # there is no terminal to say yes on
+    assert pinned() == []
+    capfd.readouterr()
+    assert milepost(["prune", url, "--pin", "1", "--keep_last", "1", "--dry-run", "--json", "-q"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert ([one["step"] for one in found["deleted"]], found["pinned"], pinned()) == ([2], [1], [])
+    assert milepost(["prune", url, "--pin", "1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["pinned"] == [1]
+    assert milepost(["prune", url, "--unpin", "1", "--pin", "2", "--keep_last", "1", "--yes", "-q"]) == 0
+    assert (pinned(), numbers(url)) == ([2], [2, 3])
+
+
+class BotosError(Exception):
+    """Stands for what botocore raises, which has no class in common with anything."""
+
+
+BotosError.__module__ = "botocore.exceptions"
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "raised"),
+    [
+        (TypeError("a fault"), 1, TypeError), (KeyError("a fault"), 1, KeyError),
+        (ValueError("no such thing"), 1, CallError), (PermissionError("no"), 1, CallError),
+        (OSError("cut"), 2, CallError), (TimeoutError(), 2, CallError), (BotosError("cut"), 2, CallError),
+    ],
+)  # fmt: skip
+def test_what_is_tried_again_and_what_is_no_network_s_fault(
+    error: Exception, tries: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def at(_: Remote, name: str) -> str:
+        calls.append(name)
+        raise error
+
+    monkeypatch.setattr(Remote, "_at", at)
+    with pytest.raises(raised):
+        Remote("memory://x").read("name")
+    assert len(calls) == tries
 
 
 def test_a_pin_goes_along(url: str, root: Path) -> None:

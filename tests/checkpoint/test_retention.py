@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,14 @@ def test_no_more_steps_are_looked_into_than_needed() -> None:
 def test_keeping_nothing_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{list(wrong)[-1]}="):
         Retention(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aimless", [{"keep_best_count": 2}, {"keep_best_mode": "min"}])
+def test_what_is_said_of_the_best_needs_a_metric(aimless: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="without keep_best"):
+        Retention(keep_last=3, **aimless)
+    assert Retention(keep_best="r", **aimless).keep_best == "r"
+    assert Retention(keep_last=3, keep_best_count=1, keep_best_mode="max").keep_last == 3
 
 
 def test_the_diary_has_what_a_run_keeps() -> None:

@@ -53,6 +53,8 @@ def test_verls_options_and_habits(tmp_path: Path) -> None:
     before = (out / "__0_0.distcp").read_bytes()
     done = script(*paths)
     assert done.returncode == 0 and f"Output path {out} is not empty, skipping conversion" in done.stderr
+    done = script("-q", *paths)
+    assert done.returncode == 0 and f"Output path {out} is not empty, skipping conversion" in done.stderr
     assert script(*paths, "--test").returncode == 0
     assert (out / "__0_0.distcp").read_bytes() == before
     tensors = load_file(model / "model.safetensors")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import json
+import math
 import os
 import pty
 import subprocess
@@ -18,9 +21,10 @@ from tiny_engine import disk_is_at, halve, make_foreign, names, trained
 
 from milepost.checkpoint.commit import _take_away
 from milepost.checkpoint.diary.events import EVENTS
+from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.lock import LOCK
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, check_files, digest_file, read_manifest
-from milepost.checkpoint.pruning import carry_out, drop_export, plan_prune
+from milepost.checkpoint.pruning import _touched, carry_out, drop_export, plan_prune, sweepable
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.steps import TRACKER, judge, newest_good, read_tracker
 from milepost.cli.app import run
@@ -59,6 +63,33 @@ def test_a_dry_run_says_everything_and_changes_nothing(root: Path, capfd: pytest
     ]
     size = sum(read_manifest(root / f"global_step_{number}").nbytes for number in (1, 3))
     assert (found["dry_run"], found["bytes"], [one["step"] for one in found["deleted"]]) == (True, size, [1, 3])
+    marked = ["--pin", "1", "--unpin", "2", "--dry-run"]
+    found = asked(root, *marked, capfd=capfd)
+    assert (found["pinned"], found["unpinned"], found["deleted"]) == ([1], [2], [])
+    assert run(["prune", str(root), *marked]) == 0
+    assert capfd.readouterr().out == "would be pinned: 1\nwould no longer be pinned: 2\n"
+    found = asked(root, "--keep_last", "1", *marked, capfd=capfd)  # as it will be once the step is pinned
+    assert ([one["step"] for one in found["deleted"]], found["pinned"]) == ([2, 3, 4], [1])
+    assert found["steps"][0] == {"step": 1, "kept": True, "why": "pinned"}
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_pins_are_all_looked_at_before_one_is_written(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["prune", str(root), "--pin", "1", "--unpin", "77"]) == 2
+    assert "holds no step 77" in capfd.readouterr().err
+    assert run(["prune", str(root), "--pin", "1", "--unpin", "1"]) == 2
+    assert "one of them" in capfd.readouterr().err
+    with pytest.MonkeyPatch.context() as at:
+        at.setattr("sys.stdin", io.StringIO())
+        assert run(["prune", str(root), "--pin", "1", "--keep_last", "1"]) == 2  # nobody said yes
+    assert not list(root.rglob(PIN))
+    assert asked(root, "--pin", "1", capfd=capfd)["pinned"] == [1]
+    assert run(["prune", str(root), "--pin", "2", "--keep_last", "1", "--yes", "-q"]) == 0
+    assert capfd.readouterr().out.startswith("pinned: 2\ndeleted: 2 steps")
+    assert steps(root) == [1, 2, 5]
+    assert run(["prune", str(root), "--unpin", "1"]) == 0
+    assert capfd.readouterr().out == "no longer pinned: 1\n"
+    assert list(root.rglob(PIN)) == [root / "global_step_2" / PIN]
 
 
 def test_it_needs_a_yes_where_there_is_no_terminal(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -90,10 +121,10 @@ def test_what_is_never_deleted(root: Path, capfd: pytest.CaptureFixture[str]) ->
     """A foreign step, a pinned one, the newest whole one, and the damaged one after it."""
     make_foreign(root / "global_step_1")
     halve(root / "global_step_5/actor/model_world_size_1_rank_0.pt")
-    assert run(["prune", str(root), "--pin", "2"]) == 0
+    assert asked(root, "--pin", "2", capfd=capfd)["pinned"] == [2]
     asked(root, "--keep_every", "1000", "--yes", capfd=capfd)
     assert steps(root) == [1, 2, 4, 5]
-    assert run(["prune", str(root), "--unpin", "2"]) == 0
+    assert asked(root, "--unpin", "2", capfd=capfd)["unpinned"] == [2]
     asked(root, "--keep_every", "1000", "--yes", capfd=capfd)
     assert steps(root) == [1, 4, 5]
     assert run(["prune", str(root), "--pin", "77"]) == 2
@@ -137,6 +168,18 @@ def test_litter_goes_once_it_is_certain_that_nobody_writes_it(root: Path, capfd:
     (root / LITTER).mkdir()
     os.utime(root / LITTER, (1, 1))
     assert asked(root, "--keep_last", "9", "--yes", capfd=capfd)["litter"] == [LITTER]
+
+
+def test_a_save_that_is_on_its_way_is_no_litter(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing and the look at it, the folder becomes a step, or a file in it goes."""
+    monkeypatch.setattr("milepost.checkpoint.pruning.litter", lambda root: [LITTER])
+    assert _touched(root / LITTER) == math.inf
+    assert sweepable(root, certain=False) == []
+    (root / LITTER).mkdir()
+    os.utime(root / LITTER, (1, 1))
+    assert sweepable(root, certain=False) == [LITTER]
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: iter([self / "gone"]))
+    assert sweepable(root, certain=False) == []
 
 
 def test_a_deletion_that_is_cut_off_leaves_litter_and_no_half_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +251,29 @@ def test_an_export_half_deleted_is_a_whole_step_and_goes_next_time(
     assert judge(step).good
     assert not (step / "actor" / SUBDIRECTORY / "model.safetensors").exists()
     assert not list(step.glob(".*"))
+
+
+def test_an_export_that_the_disk_refuses_to_delete_stays_and_is_told_of(
+    exporting: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if "global_step_1" in path.parts:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    plan = plan_prune(exporting, Retention(keep_exports=1))
+    assert [one.step for one in plan.going] == [1, 2]
+    assert [one.step for one in carry_out(plan)] == [2]
+    assert "global_step_1 were not deleted" in caplog.text
+    assert judge(exporting / "global_step_1").good
+    assert run(["prune", str(exporting), "--keep_exports", "1", "--yes"]) == 2
+    assert "1 thing could not be deleted" in capfd.readouterr().err
 
 
 def test_a_run_has_a_budget_for_exports(tmp_path: Path) -> None:

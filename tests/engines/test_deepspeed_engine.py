@@ -178,7 +178,7 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_saved_goes_on_bitwise(saved: tuple[Path, list[dict[str, Any]]], case: str) -> None:  # case D29
+def test_what_was_saved_goes_on_bitwise(saved: tuple[Path, list[dict[str, Any]]], case: str) -> None:
     for rank in saved[1]:
         assert rank[case, "next"] == rank[case, "again"] == rank.get((case, "own"), rank[case, "next"])
         assert rank[case, "drawn"] == rank[case, "again drawn"]
@@ -297,7 +297,7 @@ def _cross(model: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("size", LOADED)
-def test_another_number_of_ranks_holds_bitwise_the_same(  # cases C23, C24
+def test_another_number_of_ranks_holds_bitwise_the_same(
     model: Path, saved: tuple[Path, list[dict[str, Any]]], size: int
 ) -> None:
     run_ranks(_load, size, model, saved[0])

@@ -225,7 +225,7 @@ def _save_and_load(directory: Path, out: Path) -> None:
 
 def test_saved_on_one_number_of_ranks_and_loaded_on_another_weights_and_moments_are_bitwise_the_same(
     tmp_path: Path,
-) -> None:  # case C20
+) -> None:
     model = tiny_qwen2(tmp_path / "model")
     run_ranks(_save_and_load, 4, model, tmp_path)
     names = sorted(path.name for path in (tmp_path / "critic2").iterdir() if "whole" not in path.name)
@@ -426,7 +426,7 @@ def _rng(directory: Path, out: Path) -> dict[str, Any]:
     return seen
 
 
-def test_generators_come_back_per_rank_and_new_ranks_get_their_own(tmp_path: Path) -> None:  # case C27
+def test_generators_come_back_per_rank_and_new_ranks_get_their_own(tmp_path: Path) -> None:
     ranks = run_ranks(_rng, 4, tiny_qwen2(tmp_path / "model"), tmp_path / "saved")
     for seen in ranks[:2]:
         assert seen["restored"] == seen["next"] and seen["remarks"] == {}

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from milepost.engines.base import Inputs
 from milepost.engines.megatron.layers import whole_sequences, windows_of
+from milepost.engines.megatron.model import build_chunks
 from milepost.engines.megatron.parallel import Parallel, layers_of_stages, start
-from milepost.errors import CallError
+from milepost.errors import CallError, MismatchError
 
 WHOLE = Parallel()
 EXPERTS = {
@@ -311,6 +312,63 @@ def test_what_is_remembered_changes_no_token(told: list[dict[Any, Any]], name: s
 
 
 # What is refused
+
+
+_DENSE = {"model_type": "llama", **made.TINY}
+_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "words"),
+    [
+        (_DENSE | {"intermediate_size": 25}, Parallel(2), "intermediate_size=25 does not divide by tensor_model_"),
+        (_DENSE, Parallel(expert=2), "expert_model_parallel_size=2: .* a llama, which has no experts"),
+        (
+            {"model_type": "mixtral", **made.TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
+            Parallel(expert=3),
+            "num_local_experts=4 does not divide by expert_model_parallel_size=3",
+        ),
+        (
+            {"model_type": "mixtral", **made.TINY, "intermediate_size": 25, **made.KINDS["mixtral"]},
+            Parallel(2),
+            "intermediate_size=25 does not divide by tensor_model_parallel_size=2",
+        ),
+        (
+            {"model_type": "qwen3_moe", **made.TINY, **made.KINDS["qwen3_moe"], "moe_intermediate_size": 9},
+            Parallel(2, expert=2, expert_tensor=2),
+            "moe_intermediate_size=9 does not divide by expert_tensor_parallel_size=2",
+        ),
+        (
+            {"model_type": "qwen2_moe", **made.TINY, **made.KINDS["qwen2_moe"], "intermediate_size": 25},
+            Parallel(2, expert=2, expert_tensor=1),
+            "^intermediate_size=25 does not divide by tensor_model_parallel_size=2",  # of every other layer
+        ),
+        (
+            {"model_type": "qwen2_moe", **made.TINY, **made.KINDS["qwen2_moe"], "shared_expert_intermediate_size": 13},
+            Parallel(2, expert=2, expert_tensor=1),
+            "shared_expert_intermediate_size=13 does not divide by tensor_model_parallel_size=2",
+        ),
+        (
+            _DENSE | {"rope_scaling": _ROPE | {"original_max_position_embeddings": None}},
+            WHOLE,
+            "rope_type=llama3 in config.json, where original_max_position_embeddings=None",
+        ),
+        (
+            _DENSE | {"rope_scaling": _ROPE},  # transformers takes the model's own longest sequence then
+            WHOLE,
+            "where original_max_position_embeddings=64",
+        ),
+        (_DENSE | {"rope_scaling": {"rope_type": "llama3"}, "max_position_embeddings": 8192}, WHOLE, "factor=None"),
+        (_DENSE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, WHOLE, "rope_type=yarn in config.json"),
+    ],
+)
+def test_sizes_that_do_not_go_into_equal_parts_are_refused_by_name(
+    config: dict[str, Any], parallel: Parallel, words: str
+) -> None:
+    """Before anything of Megatron is made."""
+    with pytest.raises((CallError, MismatchError), match=words) as caught:
+        build_chunks(config, parallel, made.CPU, torch.float32)
+    assert "\n" not in str(caught.value)
 
 
 def _refused(models: Path) -> Iterator[tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from faults.jobs import Outcome
@@ -23,3 +24,8 @@ class Finding:
     faults: tuple[str, ...]
     newest: int = 0
     outcome: Outcome | None = None
+
+    def shows(self, fault: str) -> bool:
+        """Whether a fault is one of that kind, a regular expression. What is found of a mutant must be what it does
+        wrong: anything else says only that the box is busy."""
+        return any(re.search(fault, found) for found in self.faults)

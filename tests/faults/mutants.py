@@ -93,5 +93,16 @@ MUTANTS: Mapping[str, Callable[[], None]] = {
 }
 """What kills find out."""
 
+FAULTS: Mapping[str, str] = {
+    "manifest after rename": r"global_step_3 is incomplete: .* holds neither manifest\.json",
+    "tracker first": r"the tracker names 3, acknowledged is 2, the newest is 2",
+    "in place": r"global_step_3 is (incomplete|damaged): ",
+    "delete first": r"step 2 was acknowledged, the newest is [01]",
+    "set aside without a flush": r"step \d is neither where it was nor set aside",
+    "no fsync": r"global_step_\d is damaged: ",
+    "no fsyncdir": r"step \d was acknowledged, the newest is \d",
+}
+"""What is found of each mutant, and of a saver without one kind of flush: regular expressions for `Finding.shows`."""
+
 FLUSHES: Mapping[str, Callable[[], None]] = {"set aside without a flush": _aside_unflushed}
 """What a power cut finds out, where a run has gone back to an older step."""

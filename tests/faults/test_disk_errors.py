@@ -110,5 +110,5 @@ def test_a_file_system_that_hangs_is_given_up_on_all_ranks_and_the_next_save_is_
     [told] = first.outcome.errors
     assert re.match(r"WriteError: step 2 was not saved: rank [01]: ", told)
     assert "the file system did not answer within 2.0 s (save_timeout); look after it" in told
-    assert max(said["seconds"] for said in first.outcome.of("error")) < 20
+    assert max(said["seconds"] for said in first.outcome.of("error")) < 60  # no timeout of minutes
     assert first.outcome.saved == 2

@@ -16,7 +16,7 @@ import pytest
 
 from faults import shim, state, sweeps
 from faults.jobs import Job
-from faults.mutants import MUTANTS
+from faults.mutants import FAULTS, MUTANTS
 from faults.savers import Savers
 from faults.state import Promise
 
@@ -61,7 +61,7 @@ def test_two_ranks_of_whom_some_are_killed_leave_whole_steps(
             lost = "LostRankError: (step 3 was not saved: )?another rank has ended"
             assert re.match(rf"{lost}|CallError: save: rank {at_rank} of 2 did not come", said["why"])
             assert "\n" not in said["why"]
-            assert said["seconds"] < 20  # it is not what is measured: it waited for no timeout of minutes
+            assert said["seconds"] < 60  # it is not what is measured: it waited for no timeout of minutes
 
 
 def test_a_rank_that_answers_no_more_is_told_of(savers: Savers, base: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_answers_no_more_is_told_of(savers: Savers, base: Path) -> N
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_saver_without_a_safeguard_is_found_out(savers: Savers, base: Path, mutant: str) -> None:
     ops = ("create", "rename", "rmdir")
-    assert any(found.faults for found in sweeps.kills(savers, base, ops=ops, mutant=mutant))
+    assert any(found.shows(FAULTS[mutant]) for found in sweeps.kills(savers, base, ops=ops, mutant=mutant))
 
 
 def test_kills_at_random_moments_lose_no_step_that_was_saved(savers: Savers, base: Path) -> None:

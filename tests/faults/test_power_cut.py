@@ -8,11 +8,11 @@ import pytest
 
 from faults import sweeps
 from faults.jobs import Job
-from faults.mutants import FLUSHES
+from faults.mutants import FAULTS, FLUSHES
 from faults.savers import Savers
 
-# Which flushes a saver leaves out: nothing, the files' or the folders'.
-MUTANTS = [("fsync",), ("fsyncdir",)]
+KINDS = ("fsync", "fsyncdir")
+"""Which flushes a saver leaves out: the files' or the folders'."""
 
 
 def test_by_the_promises_of_posix_no_cut_takes_a_step_that_was_saved(savers: Savers, base: Path) -> None:
@@ -34,13 +34,15 @@ def test_a_saver_that_does_not_flush_what_it_sets_aside_is_found_out(savers: Sav
     [mutant] = FLUSHES
     going_back = base / "run/global_step_1"
     job = Job(base, base, resume_from=going_back, options={"keep_last": None}, mutant=mutant)
-    assert any(found.faults for found in sweeps.power_cuts(savers, base, job, subsets=4))
+    assert any(found.shows(FAULTS[mutant]) for found in sweeps.power_cuts(savers, base, job, subsets=4))
 
 
-@pytest.mark.parametrize("flushes", MUTANTS)
-def test_a_saver_that_does_not_flush_is_found_out(savers: Savers, base: Path, flushes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saver_that_does_not_flush_is_found_out(savers: Savers, base: Path, kind: str) -> None:
     job = Job(base, base, steps=2)
-    assert any(found.faults for found in sweeps.power_cuts(savers, base, job, every=6, flushes=flushes))
+    assert any(
+        found.shows(FAULTS[f"no {kind}"]) for found in sweeps.power_cuts(savers, base, job, every=6, flushes=(kind,))
+    )
 
 
 def test_a_cut_of_a_real_file_system_takes_no_step_that_was_saved(savers: Savers, base: Path, mounting: None) -> None:
@@ -53,8 +55,11 @@ def test_a_cut_of_a_real_file_system_takes_no_step_that_was_saved(savers: Savers
     assert last.newest == last.outcome.saved == 3
 
 
-@pytest.mark.parametrize("flushes", MUTANTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_too_a_saver_that_does_not_flush_is_found_out(
-    savers: Savers, base: Path, mounting: None, flushes: tuple[str, ...]
+    savers: Savers, base: Path, mounting: None, kind: str
 ) -> None:
-    assert any(found.faults for found in sweeps.power_cuts_on_ext4(savers, base, every=60, flushes=flushes))
+    assert any(
+        found.shows(FAULTS[f"no {kind}"])
+        for found in sweeps.power_cuts_on_ext4(savers, base, every=60, flushes=(kind,))
+    )

@@ -1,4 +1,4 @@
-"""Cases F61 and F63: the policy out of a wrapper under real engines on two ranks, loaded where there is no engine."""
+"""The policy out of a wrapper under real engines on two ranks, loaded where there is no engine."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_experts_and_buffers_have_the_form_of_the_files(base: Path) -> None:
 
 
 def test_a_value_head_is_saved_beside_its_model(base: Path, said: dict[str, Any]) -> None:
-    """Case F63: at step 0 and after training, and the two differ."""
+    """At step 0 and after training, and the two differ."""
     for when in ("before", "after"):
         held = {name.removeprefix("pretrained_model."): value for name, value in said[f"head_{when}"].items()}
         assert same(tensors(base / f"head_{when}"), held)

@@ -108,8 +108,19 @@ def test_when_one_rank_fails_in_a_broadcast_all_raise_its_error(found: list[dict
     truncated, failed = said[: len(reader.BROKEN_AFTER)], said[len(reader.BROKEN_AFTER) :]
     for message in truncated:
         assert message.startswith("DamagedError: rank 0: ") and "model.safetensors: ends at byte" in message
-    for rank, message in zip(reader.BROKEN_RANKS, failed, strict=True):
+    ranks = [rank for rank in reader.BROKEN_RANKS for _ in ("places", "make_room")]
+    for rank, message in zip(ranks, failed, strict=True):
         assert message == f"MilepostError: rank {rank}: MemoryError: no room for this window"
+
+
+def test_ranks_that_do_not_make_the_same_call_are_told(found: list[dict[str, Any]]) -> None:
+    """A call under `if rank == 0`; a method that one rank misspells; another method on one rank."""
+    alone, *absent = (found[rank]["apart"] for rank in RANKS)
+    assert "CallError: load_pretrained: ranks 1-3 of 4 did not come within" in alone[0], alone
+    assert "do not put it under `if rank == 0`" in alone[0]
+    assert all(said[1:] == alone[1:] and said[0] == "was not there" for said in absent)
+    assert alone[1] == "CallError: rank 2: method='brodcast': choose from 'sharded', 'broadcast'"
+    assert alone[2] == "CallError: the ranks disagree about method: rank 0 'sharded', rank 2 'broadcast'"
 
 
 def test_when_one_ranks_disk_is_full_all_ranks_of_a_dist_save_say_so(found: list[dict[str, Any]]) -> None:

@@ -208,12 +208,24 @@ def test_every_run_folder_of_verl_is_recognised(root: Path, tmp_path: Path) -> N
     old, new = tmp_path / "old" / "global_step_3" / "actor", tmp_path / "new" / "global_step_3" / "actor"
     shutil.copytree(root / "llama-tp2pp2" / "dist_ckpt", old / "dist_ckpt")
     shutil.copytree(root / "llama-tp2pp2" / "huggingface", old / "huggingface")
-    shutil.copytree(root / "llama-tp2pp2" / "dist_ckpt", new / "model" / "dist_ckpt")
-    shutil.copytree(root / "llama-tp2pp2" / "huggingface", new / "model" / "huggingface")
+    shutil.copytree(root / "llama-moments" / "apart", new)
+    shutil.copytree(root / "llama-moments" / "huggingface", new / "model" / "huggingface")
     for role in (old, new):
         milepost.merge(role.parent, role.parent / "out")
-        merged = TensorIndex(read_safetensors(role.parent / "out" / "model.safetensors"), "huggingface")
-        assert bits_of(merged) == reference(root, "llama")
+    merged = TensorIndex(read_safetensors(old.parent / "out" / "model.safetensors"), "huggingface")
+    assert bits_of(merged) == reference(root, "llama")
+    weights = load_file(root / "models" / "llama" / "model.safetensors")
+    for name, value in load_file(new.parent / "out" / "model.safetensors").items():
+        assert torch.equal(value, weights[name].bfloat16())
+
+    index = open_directory(new)
+    config = json.loads((new / "model" / "huggingface" / "config.json").read_text())
+    mapped = names.to_huggingface(index, config).index
+    for name, weight in weights.items():
+        assert torch.equal(mapped[f"optim/{name}/exp_avg"].read(), weight * 0.5), name
+        assert torch.equal(mapped[f"optim/{name}/exp_avg_sq"].read(), weight.square()), name
+        assert mapped[f"optim/{name}/step"].numpy() == writer.STEP
+    assert [(group["lr"], group["step"]) for group in index.objects["param_groups"]] == [(0.1, writer.STEP)]
 
 
 def test_optimizer_without_weights_says_so(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Case D34: a LoRA run of PEFT goes on with its own adapter, on the same and on another number of ranks."""
+"""A LoRA run of PEFT goes on with its own adapter, on the same and on another number of ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 )
 def test_a_merged_model_loads_whole_and_says_what_the_live_one_said(
     role: str, auto_class: type, our_run: OurRun, tmp_path: Path
-) -> None:  # case F64: the critic's head is kept and its config names its class
+) -> None:  # the critic's head is kept and its config names its class
     milepost.merge(our_run.root, tmp_path / role, role=role)
     model, info = auto_class.from_pretrained(tmp_path / role, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info

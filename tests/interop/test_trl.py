@@ -130,7 +130,7 @@ def said(base: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("place", ["final", "out/checkpoint-1"])
 def test_with_the_mixin_the_policy_loads(engine: str, place: str, base: Path, said: dict[str, Any]) -> None:
-    """Case F61, at the end and in mid-training."""
+    """At the end and in mid-training."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = base / engine / place
@@ -147,7 +147,7 @@ def test_with_the_mixin_the_policy_loads(engine: str, place: str, base: Path, sa
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("place", ["final", "out/checkpoint-1"])
 def test_the_value_model_is_saved_too(engine: str, place: str, base: Path, said: dict[str, Any]) -> None:
-    """Case F65: nobody has to ask for it."""
+    """Nobody has to ask for it."""
     from transformers import AutoModelForSequenceClassification
 
     model, info = AutoModelForSequenceClassification.from_pretrained(

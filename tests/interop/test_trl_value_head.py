@@ -1,4 +1,4 @@
-"""Case F63: a model with TRL's value head, merged, by TRL's own loader."""
+"""A model with TRL's value head, merged, by TRL's own loader."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def test_a_copy_of_another_ranks_file_is_refused(their_run: TheirRun, tmp_path: 
 
 def test_a_tracker_that_names_a_missing_step_does_not_begin_anew(elsewhere: list[Any], their_run: TheirRun) -> None:
     assert their_run.faults["lost"] is None  # verl trains from scratch
-    resumed, lines, _ = elsewhere[0][2]  # case A1
+    resumed, lines, _ = elsewhere[0][2]
     sides.assert_same(resumed, their_run.verl.resumed)
     tracker = _lost(their_run) / "latest_checkpointed_iteration.txt"
     assert (

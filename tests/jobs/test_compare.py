@@ -1,4 +1,4 @@
-"""test: each kind of difference is told apart, named and measured (case E60)."""
+"""test: each kind of difference is told apart, named and measured."""
 
 from __future__ import annotations
 

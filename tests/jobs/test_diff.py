@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import trained
 
 from milepost.cli.app import run
-from milepost.jobs.diff import Diff, diff
+from milepost.errors import NotFoundError
+from milepost.jobs.diff import Diff, bytes_to_compare, diff
 from milepost.layouts import open_directory
 
 
@@ -51,10 +52,50 @@ def test_each_kind_of_change_with_its_norms(tmp_path: Path) -> None:
     assert numbers["cast"] == (0.5, pytest.approx(0.5 / math.sqrt(5)), 0.5)
     assert numbers["half"] == (1.0, pytest.approx(1 / math.sqrt(5)), 1.0)
     assert numbers["whole"] == (3.0, pytest.approx(3 / math.sqrt(5)), 3.0)
-    assert (found.norm, found.tensors, found.same) == (pytest.approx(math.sqrt(4 + 0.25 + 1 + 9)), 6, False)
+    assert (found.norm, found.tensors, found.same) == (pytest.approx(math.sqrt(4 + 0.25 + 1 + 9)), 5, False)
+    assert found.nbytes == 12 + 12 + 8 + 4 + 16  # without `reshaped`, of which nothing can be compared
     only = between(a, b, patterns=("ch*", "kept"))
     assert [change.name for change in only.changes] == ["changed"] and only.tensors == 2
     assert between(a, a).same
+
+
+def test_a_glob_that_no_name_is_like(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    a, b = model(tmp_path / "a", x=torch.ones(2)), model(tmp_path / "b", x=torch.ones(2), only_b=torch.ones(2))
+    with pytest.raises(NotFoundError, match=r"mlp\*"):
+        between(a, b, patterns=("x", "mlp*"))
+    assert [change.kind for change in between(a, b, patterns=("only*",)).changes] == ["added"]
+    assert run(["diff", str(a), str(b), "--name", "mlp*"]) == 2  # 1 is the verdict that something differs
+    assert "mlp*" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_progress_ends_at_its_total(tmp_path: Path) -> None:
+    a = model(tmp_path / "a", x=torch.ones(3), y=torch.ones(5), z=torch.ones(2, 2), gone=torch.ones(2))
+    b = model(tmp_path / "b", x=torch.ones(3), y=torch.zeros(5), z=torch.ones(4))
+    ours, theirs = open_directory(a, "huggingface"), open_directory(b, "huggingface")
+    for patterns, total in (((), 32), (("x", "z"), 12)):
+        done: list[int] = []
+        diff(ours, theirs, patterns=patterns, progress=done.append)
+        assert bytes_to_compare(ours, theirs, patterns) == sum(done) == total
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+def test_a_part_of_a_state_dict_with_two_models(
+    wrapped: Path, tmp_path: Path, role: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Against itself, against the model that transformers saved of it, and against that with one element moved."""
+    pair, saved = wrapped / "pair" / "actor", wrapped / "pair" / role
+    tensors = load_file(saved / "model.safetensors")
+    assert run(["diff", str(pair), str(pair), "--role", role, "-q", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["tensors"] == len(tensors)
+    for sides in ((pair, saved), (saved, pair)):
+        assert run(["diff", *map(str, sides), "--role", role, "-q"]) == 0
+        assert f"no difference: {len(tensors)} tensors" in capfd.readouterr().out
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[0] += 0.5
+    assert run(["diff", str(pair), str(model(tmp_path / "other", **tensors)), "--role", role, "-q", "--json"]) == 1
+    assert [change["name"] for change in json.loads(capfd.readouterr().out)["changes"]] == [name]
+    assert run(["diff", str(saved), str(saved), "--role", role]) == 2
+    assert "holds one model" in capfd.readouterr().err
 
 
 def test_windows_change_no_number(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""LoRA runs (cases H76, H77), against PEFT: its own files, its own merge, and the logits of what it loads."""
+"""LoRA runs, against PEFT: its own files, its own merge, and the logits of what it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy and value in one state dict (cases F61, F63, F64), and configs within configs."""
+"""Policy and value in one state dict, and configs within configs."""
 
 from __future__ import annotations
 

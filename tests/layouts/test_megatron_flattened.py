@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +24,26 @@ def _flattened(whole: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).view(2, 1, 2, 6)
 
 
-def _save(directory: Path, master: torch.Tensor, weight: torch.Tensor, moment: torch.Tensor) -> None:
-    state = {
-        NAME: weight,
+def _save(
+    directory: Path, master: torch.Tensor, weight: torch.Tensor, moment: torch.Tensor, *, apart: bool = False
+) -> None:
+    """apart: weights and optimizer in a folder each, as verl since 0.9 has them."""
+    moments = {
         f"optimizer.state.fp32_param.{NAME}": _flattened(master),
         f"optimizer.state.exp_avg.{NAME}": _flattened(moment),
     }
-    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    numbers = {"optimizer": {"optimizer": {"param_groups": [{"lr": 0.5, "step": 7}]}}}
+    if apart:
+        _save_dist(directory / "model" / "dist_ckpt", {NAME: weight}, {"iteration": 3})
+        _save_dist(directory / "optimizer" / "dist_ckpt", moments, numbers)
+    else:
+        _save_dist(directory, {NAME: weight, **moments}, numbers)
+
+
+def _save_dist(directory: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
+    dcp.save(tensors, checkpoint_id=directory, no_dist=True)
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    torch.save({"optimizer": {"optimizer": {"param_groups": [{"lr": 0.5, "step": 7}]}}}, directory / "common.pt")
+    torch.save(common, directory / "common.pt")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -52,9 +64,21 @@ def test_parts_are_put_where_they_belong(tmp_path: Path, master: torch.Tensor, d
     assert index[f"optim/{NAME}/step"].numpy() == 7 and index.unread == ()
 
 
-def test_copies_that_are_not_the_weights_leave_a_reason(tmp_path: Path, master: torch.Tensor) -> None:
+def test_an_optimizer_in_a_folder_of_its_own_is_put_together_too(tmp_path: Path, master: torch.Tensor) -> None:
+    moment = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    _save(tmp_path, master, master.to(torch.bfloat16), moment, apart=True)
+    index = open_directory(tmp_path)
+    np.testing.assert_array_equal(index[f"optim/{NAME}/exp_avg"].numpy(), moment.numpy())
+    np.testing.assert_array_equal(index[f"optim/{NAME}/param"].numpy(), master.numpy())
+    assert index[f"optim/{NAME}/step"].numpy() == 7 and index.unread == ()
+    assert index.objects["param_groups"] == [{"lr": 0.5, "step": 7}]
+    assert index.objects["common"]["iteration"] == 3
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_copies_that_are_not_the_weights_leave_a_reason(tmp_path: Path, master: torch.Tensor, apart: bool) -> None:
     """A mutant: the parts in another order."""
-    _save(tmp_path, master.flip(0), master.to(torch.bfloat16), master)
+    _save(tmp_path, master.flip(0), master.to(torch.bfloat16), master, apart=apart)
     index = open_directory(tmp_path)
     assert list(index) == [NAME]
     assert "2 tensors of optimizer state whose shapes or values are not those of their weights" in index.unread[0]

@@ -1,4 +1,4 @@
-"""config.json of a value model, as transformers loads it (E64)."""
+"""config.json of a value model, as transformers loads it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def whole(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# wrappers (E54)
+# wrappers
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_ties_of_an_unknown_family(index_of: Any) -> None:
     assert ties(aliased, LLAMA, expected(LLAMA)) == {}
 
 
-# the check (E59)
+# the check
 
 
 def test_exact_set_passes_whatever_moments_are_there(index_of: Any) -> None:

@@ -45,6 +45,16 @@ class TestMerging:
         assert config.trainer.total_epochs == 30
         assert config.actor_rollout_ref.actor.optim.lr == 1e-5
 
+    def test_both_suffixes_of_yaml_find_the_file(self, yaml_file: Path, tmp_path: Path) -> None:
+        assert load_config(yaml_file.with_suffix(".yml")) == load_config(yaml_file)
+        other = tmp_path / "other.yml"
+        other.write_text("trainer: {seed: 8}\n")
+        assert load_config(other.with_suffix(".yaml")).trainer.seed == 8
+        other.with_suffix(".yaml").write_text("trainer: {seed: 9}\n")  # the name itself goes first
+        assert (load_config(other).trainer.seed, load_config(other.with_suffix(".yaml")).trainer.seed) == (8, 9)
+        with pytest.raises(NotFoundError, match=r"no\.yml does not exist"):
+            load_config(tmp_path / "no.yml")
+
     def test_interpolation(self) -> None:
         config = load_config(None, ["trainer.project_name=p", "trainer.experiment_name=1e3"])
         assert config.trainer.default_local_dir == "checkpoints/p/1e3"

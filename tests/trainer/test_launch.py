@@ -90,6 +90,11 @@ def test_what_can_be_known_before_is_refused_before(overrides: list[str], kind: 
     assert said in str(caught.value)
 
 
+def test_a_step_may_be_named_by_its_url() -> None:
+    named = "trainer.resume_from_path=s3://bucket/run/global_step_3"
+    check(load_config(None, ["trainer.resume_mode=resume_path", named]))
+
+
 def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts() -> None:
     with pytest.raises(WriteError, match=r"trainer\.default_local_dir=/proc/nowhere cannot be made"):
         launch.launch(None, ["trainer.default_local_dir=/proc/nowhere"], LaunchOptions())

@@ -1,5 +1,5 @@
 """Whole runs under Megatron: going on after a stop is bitwise as if there had been none, and going on in another layout
-or under another engine is the same but for rounding (cases C20, D29)."""
+or under another engine is the same but for rounding."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# Case D29
+# On the same number of ranks, bit for bit
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_the_small_state_of_a_resumed_run_is_the_same(halves: dict[str, Any]) ->
     assert {part["state"] for part in resumed["parts"]} == {"restored"} and len(resumed["parts"]) == 10
 
 
-# Cases D30 and D35
+# On other numbers of ranks
 
 
 REWARD = """

@@ -7,12 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from ranks import run_ranks
 from whole_runs import train
 
+from milepost.checkpoint.comm import SingleProcess
+from milepost.checkpoint.preemption import Preemption, StopSignals
 from milepost.checkpoint.retention import Retention
 from milepost.errors import CallError
+from milepost.trainer import setup
 from milepost.trainer.config import load_config
+from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import DataConfig
 from milepost.trainer.setup import check_positions, learned_positions, retention
 
@@ -81,3 +86,21 @@ def test_bad_data_and_rewards_are_found_before_the_base_model_is_made(tmp_path: 
     with pytest.raises(AssertionError, match=said):
         run_ranks(train, 1, [setting, f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[]"])
     assert not (tmp_path / "run" / "base_model").exists()
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_restart_does_not_try_the_url_again(tmp_path: Path, attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def enough(*_: object) -> None:
+        raise CallError("the models are next")
+
+    monkeypatch.setattr(setup, "try_at_start", lambda url, root, events: tried.append(url))
+    monkeypatch.setattr(setup, "prepare_models", enough)
+    url = f"memory://{tmp_path}/there"
+    config = load_config(None, [f"trainer.default_local_dir={tmp_path}/run", f"trainer.remote_dir={url}"])
+    ranks = Ranks(torch.device("cpu"), SingleProcess())
+    preemption = Preemption(StopSignals(()), list)
+    with pytest.raises(CallError, match="the models are next"):
+        setup.build_trainer(config, ranks, run_id="r", attempt=attempt, preemption=preemption)
+    assert tried == [url] * (1 - attempt)

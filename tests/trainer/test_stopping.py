@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from whole_runs import measured
 
 from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.checkpoint.diary.status import run_status
+from milepost.checkpoint.preemption import Stop
+from milepost.errors import UploadError
 from milepost.trainer.base_model import build_base_model
+from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 
 QUICK = [
@@ -73,7 +77,7 @@ def run(
     return run_ranks(train, ranks, words, ["SIGTERM", "SIGUSR1"], environment)
 
 
-# Case I85: in the midst of a rollout
+# In the midst of a rollout
 
 IN_THE_NEXT_ROLLOUT = """
 import os, pathlib, signal, threading, time
@@ -176,20 +180,83 @@ def test_training_goes_on_after_a_save_that_failed_and_saves_the_next_step(model
     assert "rank 1" in failed["error"] and "ulimit -f" in failed["error"]
 
 
+# A bucket that cannot be reached
+
+OUT_OF_REACH = """
+import json, pathlib, time
+there, away, diary = (pathlib.Path(path) for path in PATHS)
+def wait_for(event, step):
+    for _ in range(1200):
+        events = [json.loads(line) for line in diary.read_text().splitlines()]
+        if any((e["event"], e.get("step")) == (event, step) for e in events):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"no {event} of step {step}")
+CALLS.append(prompt)
+if len(CALLS) == 5:  # the first of step 2
+    wait_for("upload_durable", 1)
+    there.rename(away)
+    there.touch()
+if len(CALLS) == 9:
+    wait_for("upload_failed", 2)
+if len(CALLS) == 13:
+    wait_for("upload_failed", 3)
+    if COMES_BACK:
+        there.unlink()
+        away.rename(there)
+return 0.5
+"""
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_upload_that_fails_ends_no_run_before_its_end(model: Path, tmp_path: Path, comes_back: bool) -> None:
+    """With on_save_error=raise: it is a save that this means."""
+    there, away, directory = tmp_path / "there", tmp_path / "away", tmp_path / "run"
+    paths = repr([str(path) for path in (there, away, directory / EVENTS)])
+    reward = OUT_OF_REACH.replace("PATHS", paths).replace("COMES_BACK", str(comes_back))
+    settings = ["trainer.save_freq=1", f"trainer.remote_dir=file://{there}"]
+    if comes_back:
+        assert run(directory, model, 1, 4, *settings, reward=reward) == [None]
+        assert sorted(path.name for path in there.glob("global_step_*")) == [f"global_step_{n}" for n in (1, 2, 3, 4)]
+    else:
+        with pytest.raises(Exception, match=r"UploadError: step \d is durable in .* not uploaded"):
+            run(directory, model, 1, 4, *settings, reward=reward)
+    assert [event["step"] for event in events_of(directory, "step")] == [1, 2, 3, 4]
+    assert [event["step"] for event in events_of(directory, "save_durable")] == [1, 2, 3, 4]
+
+
+def test_a_stop_after_an_upload_that_failed_has_saved(capfd: pytest.CaptureFixture[str]) -> None:
+    def save(step: int, metrics: dict[str, float]) -> None:
+        raise UploadError(f"step {step} is durable, but was not uploaded")
+
+    trainer: Any = SimpleNamespace(
+        _undo=None, _finished=2, _metrics={}, _measured=lambda step, metrics: metrics,
+        manager=SimpleNamespace(save=save), ranks=SimpleNamespace(rank=0),
+    )  # fmt: skip
+    assert PpoTrainer._stop(trainer, Stop("signal"), 1).saved
+    assert "could not be saved" not in capfd.readouterr().err
+
+
 # A phase that hangs
 
 SLOW_ONCE = """
-import os, time
+import json, os, pathlib, time
 CALLS.append(prompt)
-if os.environ["RANK"] == "1" and len(CALLS) == 5:
-    time.sleep(2.5)
+if os.environ["RANK"] == "1" and len(CALLS) == 5:  # until both ranks have told of it
+    for _ in range(2400):
+        events = [json.loads(line) for line in pathlib.Path(DIARY).read_text().splitlines()]
+        told = {e["rank"] for e in events if (e["event"], e.get("step"), e.get("phase")) == ("stall", 3, "reward")}
+        if told == {0, 1}:
+            break
+        time.sleep(0.05)
 return 0.5
 """
 
 
 def test_a_phase_that_hangs_is_told_of_by_all_whom_it_holds_up(model: Path, tmp_path: Path) -> None:
     limits = ["trainer.stall_floor=0.7", "trainer.stall_factor=2"]
-    assert run(tmp_path / "run", model, 2, 4, *limits, reward=SLOW_ONCE) == [None, None]
+    reward = SLOW_ONCE.replace("DIARY", repr(str(tmp_path / "run" / EVENTS)))
+    assert run(tmp_path / "run", model, 2, 3, *limits, reward=reward) == [None, None]
     told = {
         event["rank"]: event
         for event in events_of(tmp_path / "run", "stall")
@@ -203,6 +270,32 @@ def test_a_phase_that_hangs_is_told_of_by_all_whom_it_holds_up(model: Path, tmp_
     lines = run_status(tmp_path / "run").lines()
     assert any(line.startswith("stall") and "step 3, reward: took" in line for line in lines)
     assert any(line.startswith("goodput") and "stalled" in line for line in lines)
+
+
+NO_MORE_NETWORK = """
+import os, pathlib, signal
+from milepost.checkpoint.remote.folder import Remote
+from milepost.errors import OutageError
+def cut(*_):
+    raise OutageError("the connection was cut")
+if '"event": "step", "step": 1' in pathlib.Path(DIARY).read_text() and Remote.put is not cut:
+    Remote.put = cut
+    os.kill(os.getpid(), signal.SIGTERM)
+return len(set(response)) / 4
+"""
+
+
+def test_a_stop_without_the_network_is_a_stop(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("tenacity")
+    reward = NO_MORE_NETWORK.replace("DIARY", repr(str(tmp_path / "run" / EVENTS)))
+    there = f"trainer.remote_dir=file://{tmp_path}/there"
+    ends = run(tmp_path / "run", model, 1, 9, there, reward=reward)
+    ((reason, name, step, saved),) = ends
+    assert (reason, name, saved) == ("signal", "SIGTERM", True)
+    (stop,) = events_of(tmp_path / "run", "stop")
+    assert stop["saved"] and f"step {step} is durable in" in stop["not_uploaded"]
+    assert "the connection was cut" in stop["not_uploaded"]
 
 
 # Through the launcher
@@ -232,10 +325,10 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "trainer.total_training_steps=100000",
         "trainer.save_freq=2",
         "trainer.stall_action=restart",
-        "trainer.stall_floor=2",
+        "trainer.stall_floor=8",  # below which a busy box may be slow
         "trainer.stall_factor=2",
     )
-    wait_for(lambda: [event for event in events_of(root / "run", "step") if event["step"] == 7], process)
+    wait_for(lambda: [event for event in events_of(root / "run", "step") if event["step"] == 7], process, 300)
     # To one worker first, then to everybody and again and again, while they save.
     os.kill(events_of(root / "run", "start")[-1]["pid"], signal.SIGUSR1)
     while process.poll() is None:
@@ -244,17 +337,23 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             os.killpg(process.pid, signal.SIGTERM)
         except ProcessLookupError:
             break
-    status, output = ended(process)
+    status, output = ended(process, 300)
     return {"run": root / "run", "status": status, "output": output}
 
 
 def test_a_hang_has_all_workers_started_again(stopped: dict[str, Any]) -> None:
     run_dir = stopped["run"]
-    told = [event for event in events_of(run_dir, "stall") if (event["step"], event["phase"]) == (3, "reward")]
-    assert {event["rank"] for event in told} == {0, 1}, stopped["output"]
-    assert "rank 1 of 2 on " in stopped["output"] and "step 3: reward goes on for" in stopped["output"]
-    assert [event["from_step"] for event in events_of(run_dir, "resume")][-1] == 2
-    assert len(events_of(run_dir, "start")) == 2
+    events = read_events(run_dir / EVENTS)
+    told = [
+        number
+        for number, event in enumerate(events)
+        if event["event"] == "stall" and (event["step"], event["phase"]) == (3, "reward")
+    ]
+    assert told, stopped["output"]  # by the rank whose limit is over first: it ends, and that ends the other
+    assert " of 2 on " in stopped["output"] and "step 3: reward goes on for" in stopped["output"]
+    after = [event["event"] for event in events[told[-1] :]]
+    assert after.count("start") == 1
+    assert [event["from_step"] for event in events[told[-1] :] if event["event"] == "resume"] == [2]
 
 
 def test_a_run_that_a_scheduler_stops_saves_and_asks_to_be_started_again(stopped: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_what_a_resumed_run_measures_is_bitwise_what_the_uninterrupted_one_did(runs: dict[str, Any]) -> None:  # D29
+def test_what_a_resumed_run_measures_is_bitwise_what_the_uninterrupted_one_did(runs: dict[str, Any]) -> None:
     straight, again = measured(runs["zero"]), measured(runs["zero again"])
     assert list(straight) == [1, 2, 3, 4] and list(again) == [3, 4]
     assert again == {step: straight[step] for step in (3, 4)}

@@ -26,7 +26,7 @@ from milepost.checkpoint.diary.events import EventLog, interrupted_session, plai
 from milepost.checkpoint.loading import Loader, Opened, Stateful
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.pruning import carry_out, plan_prune
-from milepost.checkpoint.remote.fetching import fetch_named, fetch_newest
+from milepost.checkpoint.remote.fetching import fetch_named
 from milepost.checkpoint.remote.folder import Remote, url_of
 from milepost.checkpoint.remote.mirror import Mirror
 from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
@@ -34,7 +34,7 @@ from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.saving.saver import PATIENCE, Saver, Saving
 from milepost.checkpoint.steps import StepDir
 from milepost.engines.base import Engine
-from milepost.errors import CallError, CheckpointError, ConfigError, DamagedError, IncompleteError
+from milepost.errors import CallError, CheckpointError, ConfigError, DamagedError, IncompleteError, UploadError
 from milepost.jobs.merge import merge
 from milepost.jobs.prepare import prepare
 from milepost.wording import counted
@@ -189,21 +189,30 @@ class CheckpointManager:
         Returns whether none is on its way any more."""
         return self._saver.linger(seconds)
 
-    def close(self, reason: str = "done", **about: Any) -> None:
+    def close(self, reason: str = "done", *, patience: float | None = None, **about: Any) -> None:
         """The run is over: wait for the step that is on its way, note the end in the diary, and give back what the
-        manager holds. Raises, on all ranks, what kept that step from becoming durable.
+        manager holds. Raises, on all ranks, what kept that step from becoming durable; and at last, as UploadError,
+        what kept steps from `remote`.
 
         reason, about:  what the diary is to say of the end
+        patience:       most seconds in which uploads may come to their end; None: as long as they take
         """
         self._saver.close()
+        missing: UploadError | None = None
         if self._remote is not None and not self._closed:
-            on_rank_0_at_length(self._comm, self._drain)
+            try:
+                on_rank_0_at_length(self._comm, lambda: self._drain(patience))
+            except UploadError as error:
+                missing = error
+                about["not_uploaded"] = str(error)
         if not self._closed:
             newest = None if self._saver.newest is None else self._saver.newest.step
             self._write_event("stop", **{"reason": reason, "step": newest, **about})
         self._closed = True
         if self._owns_comm:
             self._comm.close()
+        if missing is not None:
+            raise missing
 
     def __enter__(self) -> Self:
         return self
@@ -329,11 +338,11 @@ class CheckpointManager:
         if self._remote is not None:
             self._mirrored().durable(saved.step)
 
-    def _drain(self) -> None:
+    def _drain(self, patience: float | None) -> None:
         """On rank 0: all that is to be uploaded is, or has failed; what stayed for that goes."""
         if self._mirror is not None:
             try:
-                self._mirror.close()
+                self._mirror.close(patience)
             finally:
                 self._prune({})
 
@@ -355,12 +364,12 @@ class CheckpointManager:
     def _bring(self, mode: str, path: Path | None) -> tuple[Path | None, list[str]]:
         """On rank 0, before a start is chosen: bring here what lies only at a URL. Returns the path to resume from, and
         notes for the report."""
-        if mode == "resume_path" and path is not None and url_of(path) is not None:
-            return fetch_named(str(url_of(path)), self._root / FETCHED), []
-        if self._remote is None or (mode != "auto" and not (self._attempt and self._run_id)):
+        again = bool(self._attempt and self._run_id)
+        if mode == "resume_path" and path is not None and (url := url_of(path)) is not None:
+            path = fetch_named(url, self._root / FETCHED, self._roles, again=again)
+        if self._remote is None or (mode != "auto" and not again):
             return path, []
-        run_id = "" if mode == "auto" else self._run_id
-        return path, fetch_newest(self._mirrored().remote, self._root, self._roles, run_id=run_id)
+        return path, self._mirrored().fetch(self._roles, "" if mode == "auto" else self._run_id)
 
     def _make_way(self, keep_up_to: int) -> None:
         if self._remote is not None:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from milepost.errors import CallError
-from milepost.wording import counted, ranges
+from milepost.wording import counted, named_ranks
 
 _FIRST_LOOK, _LATER_LOOKS = 0.0005, 0.01  # seconds between two looks: ever longer, for most ranks come at once
 _GO = "go"
@@ -38,8 +38,7 @@ def meet(store: Any, place: str, number: int, rank: int, size: int, what: str, p
             store.compare_set(
                 verdict,
                 "",
-                f"{'ranks' if len(missing) > 1 else 'rank'} {ranges(missing)} of {size} did not come within "
-                f"{counted(round(patience), 'second')}",
+                f"{named_ranks(missing)} of {size} did not come within {counted(round(patience), 'second')}",
             )
         else:
             time.sleep(pause)

@@ -4,14 +4,15 @@ All ranks go through the tensors in one order. Of each box rank 0 reads a window
 of a data-parallel group that holds it; that one passes it on to the others of its group. At every tensor a rank waits
 only for one that is before it in this chain, so none waits for ever.
 
-Nor does one wait for a rank that has failed. A message is a window and one byte behind it that says whether the window
-is good. When rank 0 cannot read, it goes on through the tensors, and to each rank that still waits for something it
-sends its next window marked as no good, the last one that it sends there. Who gets such a one does the same to those
-that wait for it.
+Nor does one wait for a rank that has failed. Each has its room for a window before the first goes. A message is a
+window and one byte behind it that says whether the window is good. When rank 0 cannot read, it goes on through the
+tensors, and to each rank that still waits for something it sends its next window marked as no good, the last one that
+it sends there. Who gets such a one does the same to those that wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,11 @@ class _Wanted:
         for part in windows(TensorEntry(self.dtype, self.sizes, ()), window_bytes):
             yield Box(tuple(a + b for a, b in zip(self.offsets, part.offsets, strict=True)), part.sizes)
 
+    def largest_part(self, window_bytes: int) -> int:
+        """Bytes that hold any of the pieces; at least one element goes at a time."""
+        size = itemsize(self.dtype)
+        return min(math.prod(self.sizes) * size, max(window_bytes, size))
+
 
 def pass_on(
     comm: Communicator, live: Mapping[str, LiveTensor], index: TensorIndex | None, window_bytes: int
@@ -62,6 +68,11 @@ def pass_on(
     leads = {name: boxes for name, boxes in mine.items() if boxes and groups.leads(name)}
     orders = comm.all_gather(leads)
     rank = _Rank(live, groups, window_bytes)
+    passed = [
+        wanted for order in (mine, *(orders if index is not None else ())) for of in order.values() for wanted in of
+    ]
+    # Before the first window: a rank without memory for one could not pass on to others that it has failed.
+    together(comm, lambda: rank.make_room(max((wanted.largest_part(window_bytes) for wanted in passed), default=0)))
 
     def walk() -> None:
         with OpenFiles() as files:
@@ -140,10 +151,15 @@ class _Rank:
         # sent from where parameters lie: NCCL knows no other memory
         held = (view.device for tensor in live.values() for _, view in tensor.boxes)
         self._device = next(held, torch.device("cpu"))
+        self._room = torch.empty(0, dtype=torch.uint8)
         self._good = True
         self._ended: set[Any] = set()  # ranks and groups between which and this rank the last message has passed
         self.error: Exception | None = None
         self.read = self.received = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Take the memory through which all windows of this rank go, none larger than so many bytes, and the mark."""
+        self._room = self._torch.empty(nbytes + 1, dtype=self._torch.uint8, device=self._device)
 
     def give(
         self, name: str, wanted: _Wanted, entry: TensorEntry, askers: list[int], files: OpenFiles, *, own: bool
@@ -190,9 +206,8 @@ class _Rank:
                 self.error = error
 
     def _message(self, part: Box, wanted: _Wanted) -> torch.Tensor:
-        """Room for a window, in bytes (gloo sends no integers of 2), and the mark."""
-        size = part.volume * itemsize(wanted.dtype)
-        return self._torch.empty(size + 1, dtype=self._torch.uint8, device=self._device)
+        """The room, as large as a window, in bytes (gloo sends no integers of 2), and the mark."""
+        return self._room[: part.volume * itemsize(wanted.dtype) + 1]
 
     def _fill(
         self, message: torch.Tensor, name: str, part: Box, wanted: _Wanted, entry: TensorEntry, files: OpenFiles

@@ -40,10 +40,12 @@ class Stop(BaseException):
 
     reason:  "signal", "deadline", or "resize": other machines are to join
     signal:  the signal's name, None for the other reasons
+    since:   when this process heard of it, by the monotonic clock
     """
 
-    def __init__(self, reason: str, name: str | None = None) -> None:
+    def __init__(self, reason: str, name: str | None = None, since: float | None = None) -> None:
         super().__init__(reason)
+        self.since = time.monotonic() if since is None else since
         self.reason = reason
         self.signal = name
 
@@ -69,6 +71,7 @@ class StopSignals:
     def __init__(self, names: Iterable[str], closing: Path | None = None) -> None:
         self.numbers = tuple(signal.Signals[name] for name in names)
         self.noted: signal.Signals | None = None
+        self.noted_at: float | None = None
         self.resize = False
         self._closing = closing
         self._parent = os.getppid()
@@ -86,7 +89,7 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)  # a second one must not break the clearing up
             raise Terminated
         elif self.noted is None:
-            self.noted = signal.Signals(number)
+            self.noted, self.noted_at = signal.Signals(number), time.monotonic()
 
     def await_resize(self, seconds: float = 60.0) -> bool:
         """Wait for this process's own agent to say that it starts the workers anew; whether it did in time."""
@@ -177,7 +180,7 @@ class Preemption:
 
     def _decide(self, code: float) -> None:
         if code >= _CODE_SIGNAL:
-            raise Stop(SIGNAL, signal.Signals(int(code - _CODE_SIGNAL)).name)
+            raise Stop(SIGNAL, signal.Signals(int(code - _CODE_SIGNAL)).name, self._signals.noted_at)
         if code:
             raise Stop(RESIZE if code == _CODE_RESIZE else DEADLINE)
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
-from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0, together
+from milepost.checkpoint.comm import PATIENCE, Communicator, default_communicator, on_rank_0, together
 from milepost.checkpoint.live import LiveSink
+from milepost.checkpoint.meeting import meet_all
 from milepost.checkpoint.passing import pass_on
 from milepost.engines.base import LiveTensor
 from milepost.engines.megatron.state import live_tensors, unwrapped
@@ -26,7 +27,7 @@ from milepost.errors import CallError, IncompleteError, MismatchError
 from milepost.index import TensorIndex
 from milepost.jobs.prepare import prepare
 from milepost.layouts.huggingface import read_config
-from milepost.mapping import Config, value_head_config
+from milepost.mapping import Config, expected, value_head_config
 from milepost.mapping.megatron import RULES, model_of
 from milepost.mapping.megatron.families import ZERO_CENTRED
 from milepost.transfer import execute, plan
@@ -69,7 +70,11 @@ class LoadReport:
 
 
 def load_pretrained(
-    model_chunks: Sequence[Any] | Any, hf_dir: str | PathLike[str], method: str = SHARDED
+    model_chunks: Sequence[Any] | Any,
+    hf_dir: str | PathLike[str],
+    method: str = SHARDED,
+    *,
+    patience: float = PATIENCE,
 ) -> LoadReport:
     """Fill the parameters of a Megatron model with the weights of a Hugging Face directory. All ranks call it together.
 
@@ -77,22 +82,23 @@ def load_pretrained(
                    around it. An optimizer that keeps copies of the parameters must take them over afterwards
                    (Megatron's: `optimizer.reload_model_params()`)
     hf_dir:        the model's directory; with "broadcast" only rank 0 looks at it
-    method:        "sharded" or "broadcast"
+    method:        "sharded" or "broadcast", the same on all ranks
+    patience:      seconds to wait for the last rank to make the call
 
     Values are cast to the parameters' element types. A model with a value head takes its head from the directory or,
     where that is a policy's, keeps the one it has.
 
     Raises, on every rank, before anything is read: MismatchError where config.json is another model's, or the weights
-    are not what it describes; NotFoundError where there is no model; CallError for another method.
+    are not what it describes; NotFoundError where there is no model; CallError for another method, or where a rank does
+    not come.
     """
-    if method not in (SHARDED, BROADCAST):
-        raise CallError(f"method={method!r}: choose from {SHARDED!r}, {BROADCAST!r}")
     begun = monotonic()
     directory = Path(hf_dir)
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
+    meet_all("load_pretrained", patience)  # before the first collective, which would wait for a rank that never comes
     comm = default_communicator()
     try:
-        comm.meet("load_pretrained")
+        _agree(comm, method)
         if method == SHARDED:
             config = _on_each(comm, lambda: _config(directory))
         else:
@@ -112,6 +118,20 @@ def load_pretrained(
     held = sum(1 for tensor in there.values() if tensor.boxes)
     fresh = tuple(name for name in live if name not in there)
     return LoadReport(method, held, read, received, fresh, monotonic() - begun)
+
+
+def _agree(comm: Communicator, method: str) -> None:
+    """Raise CallError on every rank where one was given a method that there is not, or another than rank 0."""
+
+    def known() -> str:
+        if method not in (SHARDED, BROADCAST):
+            raise CallError(f"method={method!r}: choose from {SHARDED!r}, {BROADCAST!r}")
+        return method
+
+    first, *others = together(comm, known)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise CallError(f"the ranks disagree about method: rank 0 {first!r}, rank {rank} {other!r}")
 
 
 def _on_each(comm: Communicator, act: Callable[[], T]) -> T:
@@ -170,6 +190,7 @@ def _check(chunks: list[Any], config: Config, directory: Path) -> None:
     """Raise MismatchError where the model was built for another config. What is cut alike from other numbers of heads
     has the same shapes, so shapes alone do not tell."""
     described = model_of(config)
+    ties = getattr(expected(config), "tied", {})  # none in a value model
     for chunk in map(unwrapped, chunks):
         built = chunk.config
         facts = _FACTS[: -_OF_LATENT_ATTENTION if getattr(built, "multi_latent_attention", False) else None]
@@ -192,6 +213,11 @@ def _check(chunks: list[Any], config: Config, directory: Path) -> None:
         if chunk.share_embeddings_and_output_weights and not described.settings["tie_word_embeddings"]:
             raise MismatchError(
                 f"{directory}: the model's output layer is its embedding, config.json says that they are two tensors"
+            )
+        if not chunk.share_embeddings_and_output_weights and "lm_head.weight" in ties:
+            raise MismatchError(
+                f"{directory}: the model's output layer is a tensor of its own, config.json says that it is the "
+                "embedding (tie_word_embeddings): build the model with share_embeddings_and_output_weights"
             )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from milepost.checkpoint.comm import Communicator, together
 from milepost.checkpoint.files import make_directory
 from milepost.errors import CallError
-from milepost.wording import ranges
+from milepost.wording import named_ranks
 
 PATIENCE = 15.0
 """Seconds for which a network file system may go on to show an old list of a folder's files."""
@@ -82,7 +82,7 @@ def _by_value(values: Sequence[str]) -> str:
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in found.items())
+    return "; ".join(f"{named_ranks(ranks)} {value}" for value, ranks in found.items())
 
 
 def _sights(seen: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
@@ -91,12 +91,8 @@ def _sights(seen: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
     for rank, (host, ranks) in enumerate(zip(hosts, seen, strict=True)):
         found.setdefault((host, tuple(ranks)), []).append(rank)
     return "; ".join(
-        f"{_ranks(ranks)} on {host} {'see' if len(ranks) > 1 else 'sees'} the files of {_ranks(sight)} only"
+        f"{named_ranks(ranks)} on {host} {'see' if len(ranks) > 1 else 'sees'} the files of {named_ranks(sight)} only"
         if len(sight) < len(seen)
-        else f"{_ranks(ranks)} on {host} {'see' if len(ranks) > 1 else 'sees'} those of all"
+        else f"{named_ranks(ranks)} on {host} {'see' if len(ranks) > 1 else 'sees'} those of all"
         for (host, sight), ranks in found.items()
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)}" if ranks else "nobody"

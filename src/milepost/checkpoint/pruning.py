@@ -7,6 +7,8 @@ by one rename, and then its files. So at every moment, and after every kill, wha
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import secrets
 import socket
 import time
@@ -23,11 +25,38 @@ from milepost.checkpoint.lock import LOCK, exclusive
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
 from milepost.checkpoint.steps import read_tracker, scan
-from milepost.errors import CheckpointError, NotFoundError, WriteError
+from milepost.errors import CallError, CheckpointError, NotFoundError, WriteError
+from milepost.wording import disk_error
 
 HF_MODEL = "hf_model"
 STEP, EXPORT = "step", "export"
 _QUIET_SECONDS = 3600.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Steps that are to be pinned, and those that no longer are."""
+
+    pin: tuple[int, ...] = ()
+    unpin: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.pin or self.unpin)
+
+    def check(self, place: object, steps: Collection[int]) -> None:
+        """Raise, before anything is written, NotFoundError for a step that is not there, CallError for one that is to
+        be pinned and not."""
+        missing = [step for step in (*self.pin, *self.unpin) if step not in steps]
+        if missing:
+            raise NotFoundError(f"{place} holds no step {missing[0]}")
+        both = sorted(set(self.pin) & set(self.unpin))
+        if both:
+            raise CallError(f"--pin {both[0]} --unpin {both[0]}: one of them")
+
+    def on(self, step: int) -> bool | None:
+        """Whether a step is to be pinned, or to be so no longer; None where it stays as it is."""
+        return True if step in self.pin else False if step in self.unpin else None
 
 
 @dataclass(frozen=True)
@@ -54,9 +83,18 @@ class PrunePlan:
         return sum(one.bytes for one in self.going)
 
 
-def plan_prune(root: Path, retention: Retention, *, whole: dict[int, bool] | None = None) -> PrunePlan:
-    """Decide from the disk what goes; nothing is changed. `whole`: steps of which it is known whether they are."""
+def plan_prune(
+    root: Path, retention: Retention, *, whole: dict[int, bool] | None = None, marks: Marks | None = None
+) -> PrunePlan:
+    """Decide from the disk what goes; nothing is changed.
+
+    whole:  steps of which it is known whether they are
+    marks:  what is to be pinned before the plan is carried out
+    """
     steps = disk_steps(root, whole=whole)
+    for step in steps:
+        if marks is not None and (pinned := marks.on(step.step)) is not None:
+            step.pinned = pinned
     decisions = decide(steps, retention.policy)
     gone = {decision.step for decision in decisions if not decision.kept}
     by_number = {step.step: step for step in steps if step.own}
@@ -86,10 +124,15 @@ def carry_out(plan: PrunePlan, *, spare: int | None = None) -> tuple[Going, ...]
         if one.step == spare:
             continue
         if one.what == EXPORT:
-            drop_export(one.path)
-        else:
-            delete_step(one.path)
-        if one.what == EXPORT or not one.path.exists():
+            try:
+                drop_export(one.path)
+            except OSError as error:
+                _log.warning("the Hugging Face weights of %s were not deleted: %s", one.path, disk_error(error))
+            else:
+                gone.append(one)
+            continue
+        delete_step(one.path)
+        if not one.path.exists():
             gone.append(one)
     return tuple(gone)
 
@@ -111,18 +154,15 @@ def drop_export(step_dir: Path) -> None:
             file.unlink()
 
 
-def pin(root: Path, steps: Collection[int], *, pinned: bool = True) -> None:
-    """Mark steps of a run as to be kept, or take the mark away. NotFoundError where there is no such step."""
+def pin(root: Path, marks: Marks) -> None:
+    """Mark steps of a run as to be kept, or take the mark away. Raises as `Marks.check`, and then has done nothing."""
     places = {place.step: place.path for place in scan(root)}
-    for step in steps:
-        if step not in places:
-            raise NotFoundError(f"{root} holds no step {step}")
-    for step in steps:
-        mark = places[step] / PIN
-        if pinned:
-            mark.touch()
-        else:
-            mark.unlink(missing_ok=True)
+    marks.check(root, places)
+    for step in marks.pin:
+        (places[step] / PIN).touch()
+    for step in marks.unpin:
+        (places[step] / PIN).unlink(missing_ok=True)
+    for step in (*marks.pin, *marks.unpin):
         sync_directory(places[step])
 
 
@@ -169,6 +209,9 @@ def _bytes_of(step: DiskStep) -> int:
 
 
 def _touched(path: Path) -> float:
-    """When anything in there was last written, in unix seconds."""
-    times = [path.stat().st_mtime, *(below.stat().st_mtime for below in path.rglob("*"))]
-    return max(times)
+    """When anything in there was last written, in unix seconds; infinity where somebody is at it in this moment: a
+    file is renamed, or the whole becomes a step."""
+    try:
+        return max(path.stat().st_mtime, *(below.lstat().st_mtime for below in path.rglob("*")), -math.inf)
+    except FileNotFoundError:
+        return math.inf

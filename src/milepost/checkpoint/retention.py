@@ -172,6 +172,10 @@ class Retention:
     def __post_init__(self) -> None:
         if self.keep_exports is not None and self.keep_exports < 0:
             raise ConfigError(f"keep_exports={self.keep_exports}: a number of steps is 0 or more")
+        if self.keep_best is None:
+            for name, default in (("keep_best_count", 1), ("keep_best_mode", "max")):
+                if (value := getattr(self, name)) != default:
+                    raise ConfigError(f"{name}={value} says nothing without keep_best: say by which metric")
         self.policy  # noqa: B018  it refuses what cannot be
 
     @property

@@ -1,6 +1,7 @@
 """The application: how a command is called, and how errors become one line and an exit status.
 
-Exit status: 0 good; 1 the checkpoint is not good; 2 the call is not; 3 an internal error; 130 Ctrl-C.
+Exit status: 0 good; 1 the checkpoint is not good, or diff found differences; 2 the call is not; 3 an internal error;
+75 train was asked to stop, and wants to be started again; 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.locate import locate
-from milepost.checkpoint.pruning import EXPORT, STEP, Going
+from milepost.checkpoint.pruning import EXPORT, STEP, Going, Marks
 from milepost.checkpoint.remote.fetching import local_copy, place_of
 from milepost.checkpoint.remote.folder import Remote
 from milepost.checkpoint.remote.steps import RemoteStep, plan_remote, remote_steps, tracker_of, verify_remote
@@ -95,8 +95,7 @@ def verify(url: str, *, deep: bool, as_json: bool, quiet: bool) -> None:
 def prune(
     url: str,
     retention: Retention,
-    pins: Sequence[int],
-    unpins: Sequence[int],
+    marks: Marks,
     *,
     dry_run: bool,
     yes: bool,
@@ -106,22 +105,35 @@ def prune(
     """Remove steps at a URL that nothing keeps. Whether a run uploads there now cannot be seen; it would harm none of
     its steps, since the newest stays."""
     remote = place_of(url).remote
-    for step in pins:
-        remote.put_bytes(b"", f"{_step(remote, step).folder}/{PIN}")
-    for step in unpins:
-        remote.remove([f"{_step(remote, step).folder}/{PIN}"])
+    steps = _steps(remote)
+    marks.check(url, [step.step for step in steps])
     if retention.keeps_all:
-        if pins or unpins:
-            return
-        raise CallError(pruning.WHAT)
-    plan = plan_remote(_steps(remote), retention)
+        if not marks:
+            raise CallError(pruning.WHAT)
+        if not dry_run:
+            _pin(steps, marks)
+        pruning.report_marks(url, marks, dry_run, as_json)
+        return
+    for step in steps:
+        if (pinned := marks.on(step.step)) is not None:
+            step.pinned = pinned
+    plan = plan_remote(steps, retention)
     going = [Going(STEP, step.step, Path(step.folder), sum(step.sizes.values())) for step in plan.steps]
     going += [Going(EXPORT, step.step, Path(step.folder), step.facts().export_bytes) for step in plan.exports]
     pruning.show(url, plan.decisions, going, retention, (), quiet)
     if not dry_run:
         pruning.require_yes(going, (), yes)
+        _pin(steps, marks)
         plan.carry_out()
-    pruning.report(url, plan.decisions, going, retention, (), dry_run, as_json)
+    pruning.report(url, plan.decisions, going, retention, (), marks, dry_run, as_json)
+
+
+def _pin(steps: Sequence[RemoteStep], marks: Marks) -> None:
+    for step in steps:
+        if step.step in marks.pin:
+            step.remote.put_bytes(b"", f"{step.folder}/{PIN}")
+        elif step.step in marks.unpin:
+            step.remote.remove([f"{step.folder}/{PIN}"])
 
 
 def _steps(remote: Remote) -> tuple[RemoteStep, ...]:

@@ -48,6 +48,9 @@ def convert(
     does not grow with the model, and the directory appears whole or not at all. Config and tokenizer go along, so
     that `milepost merge` of the output gives the model back.
 
+    A mixture-of-experts model that Megatron builds with a list for moe_layer_freq needs --separate-layers. Layers of
+    multi-token prediction (MTP) are not converted.
+
     Under torchrun the ranks share out the output files by bytes.
 
     Example: milepost convert Qwen2.5-7B qwen-megatron --test

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from milepost.cli.declared import Argument, Option
 from milepost.cli.options import Backend, Json, Quiet, Role, found, print_json, takes_urls
 from milepost.console import bytes_progress, note
-from milepost.jobs.diff import ADDED, CHANGED, DTYPE, REMOVED, open_pair
+from milepost.jobs.diff import ADDED, CHANGED, DTYPE, REMOVED, bytes_to_compare, open_pair
 from milepost.jobs.diff import diff as compare
 from milepost.units import parse_bytes
 from milepost.wording import counted, file_size
@@ -31,19 +31,20 @@ def diff(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say which tensors differ between two checkpoints, and by how much.
+    """Say how the tensors of two checkpoints differ.
 
     For each the norm of the difference, that by the norm of A's tensor, and the largest difference of one element; what
     is new, gone, or of another shape. Exit status 0 where nothing differs, 1 where something does, as diff(1).
 
     Example: milepost diff run/global_step_100 run/global_step_200 --name '*mlp*'
     """
-    places = []
+    places, parts = [], []
     for path in (first, second):
-        located, _ = found(path, role, backend, quiet)
+        located, part = found(path, role, backend, quiet)
         places.append((located.directory, located.layout.name))
-    a, b, notes = open_pair(places[0], places[1])
-    with bytes_progress("diff", a.nbytes, quiet=quiet) as progress:
+        parts.append(part)
+    a, b, notes = open_pair(places[0], places[1], (parts[0], parts[1]))
+    with bytes_progress("diff", bytes_to_compare(a, b, name or ()), quiet=quiet) as progress:
         between = compare(
             a, b, patterns=name or (), memory_limit=parse_bytes(memory_limit), progress=progress, notes=notes
         )

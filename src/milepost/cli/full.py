@@ -38,7 +38,9 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     help="Fault-tolerant RLHF training: every step recorded whole, resumed anywhere, exported to Hugging Face.",
-    epilog="Exit status: 0 good, 1 the checkpoint is not good, 2 the call is not, 3 an internal error, 130 Ctrl-C.",
+    epilog="DIR, ROOT, A and B may be URLs such as s3://bucket/run. Exit status: 0 good, 1 the checkpoint is not good "
+    "(diff, test: there are differences), 2 the call is not, 3 an internal error, 75 train was asked to stop: start it "
+    "again, 130 Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -48,7 +48,8 @@ def inspect(
 ) -> None:
     """Say what a run, a step, or a role's directory holds.
 
-    A run: its steps and whether each is whole. A step: its roles. A role: its tensors; --name '*' lists them all.
+    A run: its steps, whether each is whole, and which stay and why. A step: its roles. A role: its tensors; --name '*'
+    lists them all.
     """
     del quiet
     path = one("DIR", "--local_dir", directory, local_dir)

@@ -63,6 +63,8 @@ def train(
     With no arguments it trains a tiny model to add, on this machine. Give your own model and prompts:
 
     milepost train --nproc 2 actor_rollout_ref.model.path=MODEL data.train_files=prompts.jsonl reward.path=my.py:score
+
+    To stop it send SIGTERM: all ranks save, and it ends with 75, which says: start me again. The same command goes on.
     """
     from milepost.trainer.launch import LaunchOptions, launch  # noqa: PLC0415  only this command needs the trainer
 

@@ -8,7 +8,10 @@ their way. The output is what Megatron's own loader reads under any tensor, pipe
     huggingface/                 config and tokenizer: with them `milepost merge` of the output needs nothing else
 
 Rows that pad the vocabulary are not written: a model that has some fills them with zeros, as Megatron's loader does
-for any checkpoint of another padding.
+for any checkpoint of another padding. Layers of multi-token prediction (MTP) are not written.
+
+Where all layers are of one kind, each tensor lies in one for all of them. A model of Megatron whose `moe_layer_freq` is
+a list asks for those of single layers, though the list says the same of each: `separate_layers`.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class ConvertOptions:
     dtype: str = setting("keep", "keep, bf16, fp16 or fp32. Integers and routing biases keep their type.")
     test: bool = setting(False, "Read what was written and compare it with the source, bit for bit.")
     separate_layers: bool = setting(
-        False, "Give each layer tensors of its own, as models want that Megatron builds with non_homogeneous_layers."
+        False,
+        "Give each layer tensors of its own, as models want that Megatron builds with moe_layer_freq as a list or with "
+        "non_homogeneous_layers.",
     )
     max_shard_size: int = setting("5GB", "Largest output file.", size=True)
     memory_limit: int = setting("1GiB", "Bound on the memory for tensor data.", size=True)

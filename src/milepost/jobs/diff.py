@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from milepost.jobs.companions import companions_of
 from milepost.jobs.compare import numbers
 from milepost.layouts import open_directory
 from milepost.layouts.huggingface import read_config
-from milepost.mapping import names
+from milepost.mapping import FAMILIES, names
+from milepost.mapping.wrappers import Part, holds_parts, take_part
 from milepost.transfer import Window, windows
 from milepost.transfer.execute import OpenFiles, Progress, read_window, window_bytes_for
 
@@ -45,7 +47,8 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between A and B, in A's order; `tensors` and `nbytes` are what was compared.
+    """What differs between A and B, in A's order; `tensors` and `nbytes` (A's) are what was compared: what both have in
+    one shape.
 
     norm, relative:  of all tensors that both have in one shape, as one vector
     notes:           how the two were made comparable
@@ -64,24 +67,59 @@ class Diff:
         return not self.changes
 
 
-def open_pair(a: tuple[Path, str], b: tuple[Path, str]) -> tuple[TensorIndex, TensorIndex, tuple[str, ...]]:
+def open_pair(
+    a: tuple[Path, str], b: tuple[Path, str], parts: tuple[str | None, str | None] = (None, None)
+) -> tuple[TensorIndex, TensorIndex, tuple[str, ...]]:
     """Open two role directories (each with its layout's name) so that one tensor has one name in both.
 
     Where their names differ, as those of two layouts may, both get Hugging Face's, by the config.json of either.
     Moments are compared where both have them.
+
+    parts:  of each, "policy" or "value" of a state dict that holds both: its weights are compared, under the names of
+            a model of its own. The other may hold one model. CallError where neither holds what is asked for.
     """
     ours, theirs = (names.strip_wrappers(open_directory(*place)) for place in (a, b))
     notes: list[str] = []
+    beside: tuple[Mapping[str, TensorEntry], Mapping[str, TensorEntry]] = ({}, {})
+    if any(parts):
+        first_part, second_part = _parts_of((ours, theirs), (a[0], b[0]), parts)
+        ours, theirs, beside = first_part.index, second_part.index, (first_part.beside, second_part.beside)
+        notes += dict.fromkeys((*first_part.notes, *second_part.notes))
     if set(ours.weights()) != set(theirs.weights()):
         first, second = _mapped(ours, a[0], b[0]), _mapped(theirs, b[0], a[0])
         if first is not None and second is not None:
             ours, theirs = first, second
             notes.append("names are Hugging Face's")
+    ours, theirs = (
+        index.with_entries({**index, **more}) if more else index
+        for index, more in zip((ours, theirs), beside, strict=True)
+    )
     held = [any(name.startswith(OPTIMIZER_PREFIX) for name in index) for index in (ours, theirs)]
     if held[0] != held[1]:
         notes.append(f"only {'A' if held[0] else 'B'} has moments: weights are compared")
         ours, theirs = ours.weights(), theirs.weights()
     return ours, theirs, tuple(notes)
+
+
+def _parts_of(
+    pair: tuple[TensorIndex, TensorIndex], directories: tuple[Path, Path], parts: tuple[str | None, str | None]
+) -> tuple[Part, Part]:
+    """What is meant of each of two state dicts; of one that holds one model, where the other holds two, all of it."""
+    weights = [index.weights() for index in pair]
+    both = [holds_parts(index) for index in weights]
+    taken = []
+    for index, directory, part, several in zip(weights, directories, parts, both, strict=True):
+        family = FAMILIES.get(_config(directory).get("model_type", ""))
+        wanted = part if several or not any(both) else None
+        taken.append(take_part(index, wanted, "model" if family is None else family.base))
+    return taken[0], taken[1]
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    try:
+        return read_config(companions_of(directory))
+    except NotFoundError:
+        return {}
 
 
 def _mapped(index: TensorIndex, directory: Path, other: Path) -> TensorIndex | None:
@@ -106,15 +144,18 @@ def diff(
 ) -> Diff:
     """Compare B (`theirs`) with A (`ours`) in float64, window by window within `memory_limit` bytes.
 
-    patterns: globs of the names to look at; none: all
+    patterns: globs of the names to look at; none: all. NotFoundError for one that no name of either is like.
     """
 
     def wanted(name: str) -> bool:
-        return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        return _is_wanted(name, patterns)
 
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for index in (ours, theirs) for name in index):
+            raise NotFoundError(f"no tensor of A or B has a name like {pattern}; `milepost inspect` lists the names")
     shared = [name for name in ours if wanted(name) and name in theirs]
     changes = [TensorChange(name, REMOVED, _about(ours[name])) for name in ours if wanted(name) and name not in theirs]
-    sums = []
+    sums, compared_bytes = [], 0
     # A window lives as two arrays of bits, and as three of float64, at most 8 times as wide.
     window = window_bytes_for(memory_limit, 8)
     with OpenFiles() as files:
@@ -125,6 +166,7 @@ def diff(
                 continue
             total = _sum(_parts(name, a, b, window, files, progress))
             sums.append(total)
+            compared_bytes += a.nbytes
             kind = DTYPE if a.dtype != b.dtype else CHANGED if total.elements else SAME
             if kind != SAME:
                 detail = f"{a.dtype} -> {b.dtype}" if kind == DTYPE else f"{total.elements} of {a.numel} elements"
@@ -134,8 +176,20 @@ def diff(
     changes.sort(key=lambda change: order[change.name])
     changes += [TensorChange(n, ADDED, _about(theirs[n])) for n in theirs if wanted(n) and n not in ours]
     norm, relative = _sum(iter(sums)).norms()
-    nbytes = sum(ours[name].nbytes for name in shared)
-    return Diff(tuple(changes), len(shared), nbytes, norm, relative, notes)
+    return Diff(tuple(changes), len(sums), compared_bytes, norm, relative, notes)
+
+
+def bytes_to_compare(ours: TensorIndex, theirs: TensorIndex, patterns: Sequence[str] = ()) -> int:
+    """The bytes of A that `diff` reads."""
+    return sum(
+        entry.nbytes
+        for name, entry in ours.items()
+        if _is_wanted(name, patterns) and name in theirs and theirs[name].shape == entry.shape
+    )
+
+
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)

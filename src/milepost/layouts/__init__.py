@@ -5,7 +5,7 @@ dtensor, sharded_tensor       which box of a tensor a rank's part is
 fsdp                          one set of files a rank: verl's layout, FSDP1 and FSDP2
 dcp                           folders of torch.distributed.checkpoint: accelerate, HF Trainer, torchtitan, NeMo-RL
 megatron                      Megatron-LM, verl, slime: classic files of ranks, and dist checkpoints (torch_dist)
-zero                          DeepSpeed's files: ZeRO-3 (zero3), ZeRO-1 and 2 (zero12)
+zero                          DeepSpeed's files: ZeRO-3 (zero/stage3), ZeRO-1 and 2 (zero/stage12)
 huggingface, safetensors      safetensors directories: reading and writing
 """
 

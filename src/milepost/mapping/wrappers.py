@@ -55,10 +55,10 @@ def take_part(index: TensorIndex, part: str | None, base: str = "model") -> Part
 
     Raises CallError where both are there and none was chosen, or where the chosen one is not there.
     """
-    first = {name.partition(".")[0] for name in index}
-    if POLICY in first and first <= {POLICY, VALUE_MODEL, BACKBONE}:
+    first = _first_names(index)
+    if _is_pair(first):
         forms, take = f"{POLICY}.* and {VALUE_MODEL}.*", _of_two_models
-    elif HEAD in first or first == {PRETRAINED}:
+    elif _has_head(first):
         forms, take = f"a model and {HEAD}.*", _of_value_head
     elif part is None:
         return Part(index)
@@ -72,6 +72,24 @@ def take_part(index: TensorIndex, part: str | None, base: str = "model") -> Part
     if part not in PARTS:
         raise CallError(f"--role {part}: choose from {', '.join(PARTS)}")
     return take(index, part, base)
+
+
+def holds_parts(index: TensorIndex) -> bool:
+    """Whether `take_part` must be told which of two models is meant."""
+    first = _first_names(index)
+    return _is_pair(first) or _has_head(first)
+
+
+def _first_names(index: TensorIndex) -> set[str]:
+    return {name.partition(".")[0] for name in index}
+
+
+def _is_pair(first: set[str]) -> bool:
+    return POLICY in first and first <= {POLICY, VALUE_MODEL, BACKBONE}
+
+
+def _has_head(first: set[str]) -> bool:
+    return HEAD in first or first == {PRETRAINED}
 
 
 def regroup(index: TensorIndex, new_name: Callable[[str], str | None]) -> dict[str, TensorEntry]:

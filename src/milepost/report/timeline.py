@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from milepost.checkpoint.diary.facts import RunHistory, Save, Session, Validation
 from milepost.report.svg import Markup, TimeScale, drawing, joined, markup, text_width, time_scale
-from milepost.wording import counted, duration, file_size, moment, ranges
+from milepost.wording import counted, duration, file_size, moment, named_ranks
 
 WIDTH = 1000.0
 LEFT, RIGHT = 84.0, 988.0
@@ -204,7 +204,7 @@ def _stalls(history: RunHistory, scale: TimeScale) -> list[Markup]:
         end = history.sessions[stall.session].last if stall.over is None else begun + stall.over
         x = scale(begun)
         took = "did not end" if stall.over is None else f"took {duration(stall.over)}"
-        who = f"; told by {'ranks' if len(stall.ranks) > 1 else 'rank'} {ranges(stall.ranks)}" if stall.ranks else ""
+        who = f"; told by {named_ranks(stall.ranks)}" if stall.ranks else ""
         words = f"stall: step {stall.step}, {stall.phase} {took}{who}, {moment(begun)}"
         height = (_BARS_BOTTOM - _BARS_TOP) / 3
         width = max(3.0, scale(end) - x)

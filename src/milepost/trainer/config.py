@@ -57,7 +57,8 @@ def load_config(config_file: Path | None, overrides: Sequence[str] = ()) -> Trai
     """Merge the defaults, `config_file` and `overrides`.
 
     Args:
-        config_file: YAML with any of the keys; the others keep their default.
+        config_file: YAML with any of the keys; the others keep their default. Where there is no X.yml, X.yaml is
+            read, and the other way.
         overrides: `key=value`, `+key=value` and `++key=value` set a key, `~key` gives it back its default. The
             last one wins.
 
@@ -106,7 +107,16 @@ def _said(config_file: Path | None, overrides: Sequence[str]) -> dict[str, _Said
     return said
 
 
+def _as_spelled(path: Path) -> Path:
+    """A config file by its name; X.yml and X.yaml both name the one that is there."""
+    other = {".yml": ".yaml", ".yaml": ".yml"}.get(path.suffix)
+    if other is None or path.is_file() or not path.with_suffix(other).is_file():
+        return path
+    return path.with_suffix(other)
+
+
 def _from_file(path: Path) -> dict[str, _Said]:
+    path = _as_spelled(path)
     origin = f"file {path}"
     if not path.is_file():
         raise NotFoundError(f"config file {path} does not exist")

@@ -14,6 +14,7 @@ from typing import NoReturn
 from uuid import uuid4
 
 from milepost.checkpoint.diary.events import EVENTS
+from milepost.checkpoint.remote.folder import url_of
 from milepost.engines.deepspeed.install import check_installed
 from milepost.engines.megatron import install as megatron_install
 from milepost.errors import CallError, NotFoundError, WriteError
@@ -115,7 +116,7 @@ def check(config: TrainConfig) -> None:
     if trainer.resume_mode == "resume_path":
         if trainer.resume_from_path is None:
             raise CallError("trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder")
-        if not Path(trainer.resume_from_path).expanduser().is_dir():
+        if url_of(trainer.resume_from_path) is None and not Path(trainer.resume_from_path).expanduser().is_dir():
             raise NotFoundError(f"trainer.resume_from_path={trainer.resume_from_path}: no such folder")
 
 

@@ -425,16 +425,19 @@ class TrainerConfig:
         II(".max_actor_ckpt_to_keep"), "the same number again, as verl spells it for the critic", minimum=1
     )
     async_save: bool = key(
-        II("actor_rollout_ref.actor.checkpoint.async_save"), "the same again: write steps while training goes on"
+        II("actor_rollout_ref.actor.checkpoint.async_save"), "the same as actor_rollout_ref.actor.checkpoint.async_save"
     )
     staging_limit: str | None = key(
         None,
-        "most memory of a process for that copy, such as 8GiB; what is beyond it is written while training waits. "
-        "null: as much as its state has",
+        "async_save: most memory of a process for the copy of its state, such as 8GiB; what is beyond it is written "
+        "while training waits. null: as much as its state has",
     )
-    keep_every: int | None = key(None, "steps whose number is a multiple of this stay, too", minimum=1)
+    keep_every: int | None = key(
+        None, "steps whose number is a multiple of this stay, beside max_actor_ckpt_to_keep", minimum=1
+    )
     keep_best: str | None = key(
-        None, "the step with the best value of this metric stays, too: critic/score/mean, val/..."
+        None,
+        "the step with the best value of this metric (critic/score/mean, val/...) stays, beside max_actor_ckpt_to_keep",
     )
     keep_best_count: int = key(1, "how many of the best stay", minimum=1)
     keep_best_mode: str = key("max", "what is best", choices=("max", "min"))
@@ -442,7 +445,9 @@ class TrainerConfig:
         None, "newest steps that keep what hf_model adds to save_contents; null: all that stay", minimum=0
     )
     remote_dir: str | None = key(
-        None, "URL (s3://bucket/run) to which steps are uploaded too, and from which a new machine goes on; null: none"
+        None,
+        "URL (s3://bucket/run) to which steps are uploaded too, and from which a new machine goes on; an upload that "
+        "fails is told of and tried again, and is an error at the end of the run only; null: none",
     )
     on_save_error: str = key(
         "raise", "a step that cannot be saved: end the run, or tell of it and train on", choices=("raise", "warn")
@@ -460,9 +465,12 @@ class TrainerConfig:
     )
     esi_deadline_env: str | None = key(
         None,
-        "environment variable with the unix time at which the machine goes: the run saves before, and exits with 75",
+        "environment variable with the unix time at which the machine goes, such as the end of a capacity block: the "
+        "run saves before, and exits with 75",
     )
-    esi_redundant_time: float = key(60.0, "seconds that shall be left then, beyond what was measured", minimum=0)
+    esi_redundant_time: float = key(
+        60.0, "seconds to be left before that time, beyond the longest step and save of late", minimum=0
+    )
     stall_action: str = key(
         "warn",
         "a phase of a step that hangs: tell of it and write all stacks; restart: end the workers too, so that all "

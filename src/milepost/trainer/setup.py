@@ -17,7 +17,7 @@ from milepost.checkpoint.comm import on_rank_0
 from milepost.checkpoint.diary.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption
-from milepost.checkpoint.remote.mirror import try_to_upload
+from milepost.checkpoint.remote.mirror import try_at_start
 from milepost.checkpoint.retention import Retention
 from milepost.engines.base import TrainingEngine
 from milepost.engines.deepspeed.install import check_installed
@@ -98,7 +98,11 @@ def build_trainer(
     reward = ranks.each(lambda: load_reward(config.reward.path, config.reward.reward_kwargs))
     datasets_read = ranks.each(lambda: read_datasets(config))
     remote = config.trainer.remote_dir
-    on_rank_0(ranks.comm, lambda: None if remote is None else try_to_upload(remote))
+    events = EventLog(run_directory(config) / EVENTS)
+    if (
+        remote is not None and not attempt
+    ):  # a restart need not find out again, and would wait where there is no network
+        on_rank_0(ranks.comm, lambda: try_at_start(remote, run_directory(config), events))
     policy_source, critic_source = prepare_models(config, ranks)
     tokenizer_path = config.actor_rollout_ref.model.tokenizer_path
     tokenizer = ranks.each(
@@ -129,7 +133,7 @@ def build_trainer(
         retention=retention(config.trainer),
         remote=remote,
         comm=ranks.comm,
-        events=EventLog(root / EVENTS),
+        events=events,
         fingerprint=fingerprint(config, policy_source, datasets),
         save_contents=actor.checkpoint.save_contents,
         load_contents=actor.checkpoint.load_contents,

@@ -2,9 +2,8 @@
 
 Each line has "time" (unix seconds), "clock" (seconds of this machine's clock that is never set) and "event": start,
 kill_seen, resume, step, validation, save_requested, save_durable, save_failed, upload_durable, upload_failed,
-upload_skipped, set_aside, stall, stall_over, stop. A
-stall is told by each rank that it holds up. What a killed process leaves is at worst one torn line, which readers
-leave out and the next writer ends.
+upload_skipped, remote_unreachable, set_aside, stall, stall_over, stop. A stall is told by each rank that it holds up.
+What a killed process leaves is at worst one torn line, which readers leave out and the next writer ends.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from milepost.checkpoint.inventory import StepFacts, facts_of
 from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.steps import list_steps, newest_good, scan, step_number
 from milepost.errors import NotFoundError
-from milepost.wording import counted, duration, file_size, moment, printable, ranges
+from milepost.wording import counted, duration, file_size, moment, named_ranks, printable, ranges
 
 FORMAT = 1
 LOOKED_INTO = 10  # newest steps; each costs a look at every one of its files
@@ -258,8 +258,7 @@ def _stall_lines(stalls: Sequence[Stall], last: Session | None) -> list[str]:
         size = last.world_size if last is not None and last.index == stall.session else None
         silent = [rank for rank in range(size or 0) if rank not in stall.ranks]
         if silent and stall.over is None:
-            ranks = f"{'ranks' if len(silent) > 1 else 'rank'} {ranges(silent)}"
-            lines.append(_line("", f"{ranks} did not tell of it: stopped or gone, look there first"))
+            lines.append(_line("", f"{named_ranks(silent)} did not tell of it: stopped or gone, look there first"))
         if stall.stacks:
             lines.append(_line("", f"stacks in {stall.stacks[0]}{' and others there' if stall.stacks[1:] else ''}"))
     return lines

@@ -19,8 +19,9 @@ from milepost.checkpoint.files import make_directory, sync_directory, write_dura
 from milepost.checkpoint.manifest import MANIFEST, FileRecord
 from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
 from milepost.checkpoint.remote.steps import RemoteStep, newest_whole, remote_steps
-from milepost.checkpoint.steps import newest_good, step_name, step_number
+from milepost.checkpoint.steps import judge, newest_good, step_name, step_number
 from milepost.errors import CheckpointError, DamagedError, NotFoundError, WriteError
+from milepost.index import write_exactly
 from milepost.jobs.checksums import check_records
 from milepost.jobs.output import sync
 from milepost.transfer.execute import Progress
@@ -43,6 +44,8 @@ def download(remote: Remote, files: Mapping[str, int], into: Path, progress: Pro
     """Bring objects into a folder, by their names below `remote`.
 
     files: name -> bytes
+
+    Raises WriteError where the disk takes less than all.
     """
     ranges = []
     try:
@@ -56,8 +59,7 @@ def download(remote: Remote, files: Mapping[str, int], into: Path, progress: Pro
         def bring(one: _Range) -> None:
             data = remote.read(one.name, one.start, one.end)
             with one.target.open("r+b", buffering=0) as file:
-                file.seek(one.start)
-                file.write(data)
+                write_exactly(file.fileno(), memoryview(data), one.start)
             if progress is not None:
                 progress(len(data))
 
@@ -89,6 +91,9 @@ def fetch(step: RemoteStep, root: Path) -> Path:
             _move_aside(root, final)
         tmp.rename(final)
         sync_directory(root)
+    except WriteError as error:
+        said = str(error).replace(str(tmp), str(final))
+        raise WriteError(f"step {step.step} was not fetched from {step.remote}: {said}") from error
     except OSError as error:
         raise WriteError(f"{error.filename or final}: {disk_error(error)}") from error
     finally:
@@ -101,17 +106,19 @@ def fetch(step: RemoteStep, root: Path) -> Path:
     return final
 
 
-def fetch_newest(remote: Remote, root: Path, roles: Collection[str], *, run_id: str = "") -> list[str]:
+def fetch_newest(
+    remote: Remote, root: Path, roles: Collection[str], *, run_id: str = "", up_to: int | None = None
+) -> list[str]:
     """Where the newest whole step lies at a URL and not here, bring it here; sentences for the report of the start.
 
-    A step that turns out to be damaged is passed over for the next older one. Raises CallError where the URL does not
-    answer: to go on from an older step in silence would lose what was trained.
+    A step that turns out to be damaged is passed over for the next older one. Raises OutageError where the URL does not
+    answer, WriteError where the disk here has no room. up_to: as for `newest_whole`.
     """
     here = newest_good(root, roles, run_id=run_id).good
     notes: list[str] = []
     bad: list[int] = []
     while True:
-        found, why = newest_whole(remote, roles, run_id=run_id, without=bad)
+        found, why = newest_whole(remote, roles, run_id=run_id, without=bad, up_to=up_to)
         if found is None or (here is not None and found.step <= here.step):
             return notes
         notes += [f"passed over {reason}" for reason in why if f"passed over {reason}" not in notes]
@@ -123,10 +130,17 @@ def fetch_newest(remote: Remote, root: Path, roles: Collection[str], *, run_id: 
             notes.append(f"passed over step {found.step} of {remote}: {error}")
 
 
-def fetch_named(url: str, root: Path) -> Path:
+def fetch_named(url: str, root: Path, roles: Collection[str] = (), *, again: bool = False) -> Path:
     """Bring the step that a URL names into a folder; returns its folder there. Raises NotFoundError where the URL names
-    none, and what `fetch` does."""
+    none, and what `fetch` does.
+
+    again: what an earlier start of the same run brought will do where it is whole, with these roles
+    """
     place = place_of(url)
+    if again and place.step is not None:
+        earlier = root / step_name(place.step)
+        if judge(earlier, roles).state == "committed":
+            return earlier
     step = step_at(place)
     if step is None or place.step is None or place.role:
         raise NotFoundError(f"{url} is no step; name one, such as {place.remote}/global_step_N")

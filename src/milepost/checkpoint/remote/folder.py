@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from milepost.errors import CallError, NotFoundError
+from milepost.errors import CallError, NotFoundError, OutageError
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -28,6 +28,7 @@ TIMEOUT = 120.0  # seconds in which a request of `PART` bytes must be answered
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 _MOST_PARTS = 9_000  # S3 takes 10,000 a file
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "http", "urllib3", "gcsfs", "google", "azure", "asyncio", "fsspec")
 _MISSING = "reading and writing by URL needs more packages: pip install 'milepost[remote]'"
 
 
@@ -47,7 +48,8 @@ class Remote:
     Where the server and the credentials are, fsspec and its backends find by their own variables and files (for S3
     AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...).
 
-    Raises CallError where a package is missing, or the server does not do what it is asked to after `attempts` tries.
+    Raises CallError where a package is missing or the server refuses, OutageError where it does not do what it is asked
+    to after `attempts` tries.
     """
 
     def __init__(self, url: str, *, attempts: int = ATTEMPTS, timeout: float = TIMEOUT, wait: float = 1.0) -> None:
@@ -208,7 +210,7 @@ class Remote:
         again = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self._attempts),
             wait=tenacity.wait_random_exponential(multiplier=self._wait, max=30 * self._wait),
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not _is_final(error)),
+            retry=tenacity.retry_if_exception(lambda error: _is_of_network(error) and not _is_final(error)),
             reraise=True,
         )
         try:
@@ -219,8 +221,20 @@ class Remote:
         except PermissionError as error:
             raise CallError(f"{place} cannot be {verb}: no permission ({_said(error)})") from None
         except Exception as error:
-            tries = "" if _is_final(error) else f", after {self._attempts} tries"
-            raise CallError(f"{place} cannot be {verb}{tries}: {_said(error)}") from error
+            if not _is_of_network(error) and not isinstance(error, _FINAL):
+                raise  # a fault of a program, which no network has
+            if _is_final(error):
+                raise CallError(f"{place} cannot be {verb}: {_said(error)}") from error
+            tries = f"after {self._attempts} tries"
+            raise OutageError(f"{place} cannot be {verb}, {tries}: {_said(error)}") from error
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Whether a server, a network, a disk, or a package that speaks to them says so: a timeout is an OSError; what
+    these packages raise has no class in common, so it is known by the module of its class."""
+    return isinstance(error, OSError) or (
+        isinstance(error, Exception) and type(error).__module__.partition(".")[0] in _CLIENTS
+    )
 
 
 def _is_final(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """The steps at a URL: which there are, which are whole, and how one is removed.
 
 A step counts once its manifest is there, since that is written last; it is whole if every file that the manifest names
-is there with its size. To remove a step is to remove its manifest first.
+is there with its size. What is on its way to that, or from it, has a mark: see `UPLOADING`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from milepost.transfer.execute import Progress
 
 HF_MODEL = "hf_model"
 UPLOADING = "uploading"
-"""An object of this name lies in a step until its manifest does: what has it and no manifest is left by a kill."""
+"""An object of this name lies in a step until its manifest does, and again before its manifest is removed: what has it
+and no manifest is no step, and left by a kill."""
 
 
 class RemoteStep:
@@ -140,17 +141,23 @@ def remote_steps(remote: Remote) -> tuple[RemoteStep, ...]:
 
 
 def newest_whole(
-    remote: Remote, roles: Collection[str] = (), *, run_id: str = "", without: Collection[int] = ()
+    remote: Remote,
+    roles: Collection[str] = (),
+    *,
+    run_id: str = "",
+    without: Collection[int] = (),
+    up_to: int | None = None,
 ) -> tuple[RemoteStep | None, tuple[str, ...]]:
     """The newest step at a URL that is whole, and why newer ones are not.
 
     roles:    roles that must be in it
     run_id:   where given, only steps of this run count
     without:  steps to pass over
+    up_to:    steps with a higher number belong to another history
     """
     passed_over = []
     for step in reversed(remote_steps(remote)):
-        if step.step in without:
+        if step.step in without or (up_to is not None and step.step > up_to):
             continue
         if not step.whole:
             passed_over.append(step.why)
@@ -188,9 +195,20 @@ def verify_remote(step: RemoteStep, *, deep: bool, progress: Progress) -> list[s
 
 
 def remove_step(remote: Remote, folder: str) -> None:
-    """Remove a step. Without its manifest, which goes first, it is none."""
+    """Remove a step. It is marked, its manifest goes, then its files, and the mark last: at any moment it is whole or
+    can be told from a step of another program, so that what a kill leaves of it is neither resumed from nor stays."""
+    remote.put_bytes(b"", f"{folder}/{UPLOADING}")
     remote.remove([f"{folder}/{MANIFEST}"])
+    names = [f"{folder}/{name}" for name in remote.sizes(folder) if name != UPLOADING]
+    side_by_side(names, lambda name: remote.remove([name]))
     remote.remove_folder(folder)
+
+
+def remove_unfinished(steps: Iterable[RemoteStep]) -> None:
+    """Remove what a kill left of uploads and removals."""
+    for step in steps:
+        if step.unfinished:
+            remove_step(step.remote, step.folder)
 
 
 def remove_export(step: RemoteStep) -> None:
@@ -205,10 +223,14 @@ def remove_export(step: RemoteStep) -> None:
 
 
 def set_aside(remote: Remote, steps: Iterable[RemoteStep]) -> str:
-    """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned."""
+    """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned. What
+    a kill left of a step is removed."""
     into = f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{token_hex(2)}"
     for step in steps:
-        names = [f"{step.folder}/{name}" for name in step.sizes if name != MANIFEST]
+        if step.unfinished:
+            remove_step(remote, step.folder)
+            continue
+        names = [f"{step.folder}/{name}" for name in step.sizes if name not in (MANIFEST, UPLOADING)]
         side_by_side(names, lambda name: remote.duplicate(name, f"{into}/{name}"))
         if step.own:
             remote.duplicate(f"{step.folder}/{MANIFEST}", f"{into}/{step.folder}/{MANIFEST}")

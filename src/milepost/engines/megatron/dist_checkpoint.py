@@ -23,12 +23,16 @@ from milepost.errors import MilepostError, WriteError
 T = TypeVar("T")
 _CORE = "megatron.core.dist_checkpointing"
 _COMMON = "common.pt"
+_HIDDEN = (
+    "inline_container",
+    "[Errno ",
+)  # of torch's archive writer; of an OSError that Megatron's writer puts into words
 
 
 def write_dist(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict into a new folder. All ranks call it together.
 
-    If it fails on any rank, every rank raises: WriteError where it was the disk.
+    If it fails on any rank, every rank raises: WriteError where it was the disk, else MilepostError.
     """
     first = dist.get_rank() == 0
     serialization = importlib.import_module(f"{_CORE}.serialization")
@@ -61,27 +65,48 @@ def together(place: Path, act: Callable[[], T]) -> list[T]:
         outcome = act(), None, ""
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         raised = error
-        kind = type(error) if isinstance(error, MilepostError) else WriteError
-        outcome = None, kind, _in_words(place, error)
+        outcome = None, *_in_words(place, error)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     failed = [(rank, kind, message) for rank, (_, kind, message) in enumerate(outcomes) if kind is not None]
     if raised is not None and outcome[1] is not None:
         raise outcome[1](outcome[2]) from raised
     for rank, kind, message in failed:
-        raise kind(f"rank {rank} could not write its part: {message}")
+        raise kind(message if kind is MilepostError else f"rank {rank} could not write its part: {message}")
     return [value for value, _, _ in outcomes]
 
 
-def _in_words(place: Path, error: Exception) -> str:
+def _in_words(place: Path, error: Exception) -> tuple[type[MilepostError], str]:
+    """What an error is to the ranks that hear of it. Raises nothing: they wait for this one."""
     if isinstance(error, MilepostError):
-        return str(error)
+        return type(error), str(error)
+    said = (str(error).splitlines() or [""])[0]
+    if not _of_the_disk(error):
+        return MilepostError, f"rank {dist.get_rank()}: {type(error).__name__}{said and ': ' + said}"
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename or place}: {os.strerror(error.errno)}"
+        return WriteError, f"{error.filename or place}: {os.strerror(error.errno)}"
     # torch's writer makes of a full disk "unexpected pos", whatever the file system said
-    room = os.statvfs(place.parent)
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{place}: could not be written ({room.f_bavail * room.f_frsize / 1e6:.1f} MB are free there): {said}"
+    return WriteError, f"{place}: could not be written{_room(place.parent)}: {said or type(error).__name__}"
+
+
+def _of_the_disk(error: BaseException | None) -> bool:
+    """Whether it is an OSError, or one led to it, or torch's archive writer raised it: that hides the OSError."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        hidden = isinstance(error, RuntimeError) and any(words in str(error) for words in _HIDDEN)
+        if isinstance(error, OSError) or hidden:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _room(folder: Path) -> str:
+    try:
+        room = os.statvfs(folder)
+    except OSError:  # the file system is gone, which may be what is told of
+        return ""
+    return f" ({room.f_bavail * room.f_frsize / 1e6:.1f} MB are free there)"
 
 
 def _write_own(request: Any, writer: Any) -> Any:

@@ -187,6 +187,7 @@ def _check_cut(settings: Mapping[str, Any], parallel: Parallel, config: Config) 
         if settings[key] % parallel.tensor:
             raise CallError(f"{key}={settings[key]} does not divide by tensor_model_parallel_size={parallel.tensor}")
     layers_of_stages(settings["num_hidden_layers"], parallel)
+    _check_widths(settings, parallel, config["model_type"])
     if (
         FAMILIES[config["model_type"]].experts
         and parallel.expert == 1
@@ -207,6 +208,30 @@ def _check_cut(settings: Mapping[str, Any], parallel: Parallel, config: Config) 
         raise MismatchError("strategy megatron has no biases on single linear layers: attention_bias, mlp_bias")
     if config.get("hidden_act", "silu") != "silu":
         raise MismatchError(f"strategy megatron computes silu; config.json asks for hidden_act={config['hidden_act']}")
+    _rope(config)  # before anything is built
+
+
+def _check_widths(settings: Mapping[str, Any], parallel: Parallel, kind: str) -> None:
+    """Refuse where a feed-forward matrix or the experts do not go into equal parts."""
+    family = FAMILIES[kind]
+    if not family.experts and parallel.expert > 1:
+        raise CallError(
+            f"expert_model_parallel_size={parallel.expert}: config.json describes a {kind}, which has no experts"
+        )
+    tensor = ("tensor_model_parallel_size", parallel.tensor)
+    sparse = [bool(family.experts) and family.is_moe(settings, layer) for layer in range(settings["num_hidden_layers"])]
+    cuts = [] if all(sparse) else [("intermediate_size", *tensor)]
+    if family.experts:
+        width = "moe_intermediate_size" if "moe_intermediate_size" in settings else "intermediate_size"
+        within = tensor
+        if parallel.expert_tensor is not None:
+            within = ("expert_tensor_parallel_size", parallel.expert_tensor)
+        cuts += [(family.experts, "expert_model_parallel_size", parallel.expert), (width, *within)]
+    if kind == "qwen2_moe":
+        cuts.append(("shared_expert_intermediate_size", *tensor))
+    for key, size, ranks in cuts:
+        if settings[key] % ranks:
+            raise CallError(f"{key}={settings[key]} does not divide by {size}={ranks}")
 
 
 def _rope(config: Config) -> dict[str, Any]:
@@ -220,9 +245,14 @@ def _rope(config: Config) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return options
+    # As transformers does where the config does not say it.
+    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "llama3" or any(float(rope.get(key, value)) != value for key, value in fixed.items()):
+    other = [f"{key}={rope.get(key)}" for key, value in fixed.items() if rope.get(key, value) != value]
+    if kind != "llama3" or other or not isinstance(rope.get("factor"), int | float):
+        why = other or ([f"factor={rope.get('factor')}"] if kind == "llama3" else [])
         raise MismatchError(
             f"strategy megatron cannot compute the rotary embeddings of rope_type={kind} in config.json"
+            + (f", where {', '.join(why)}" if why else "")
         )
     return options | {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}

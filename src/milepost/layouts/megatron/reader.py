@@ -58,12 +58,16 @@ class MegatronLayout:
             ranks = folder_of_ranks(directory)
             assert ranks is not None
             return open_classic(ranks, self.name)
-        opened = [_open_dist(folder) for folder in folders]
-        objects = DistObjects(_Objects(folders, [index.objects for index in opened]))
+        stored = [DcpLayout().open(folder) for folder in folders]
+        # An optimizer in a folder of its own is one of weights in the other.
+        weights = {name: entry for index in stored for name, entry in index.items()}
+        opened = [_open_dist(index, weights) for index in stored]
+        commons = [folder / COMMON for folder in folders if (folder / COMMON).is_file()]
+        objects = DistObjects(_Objects(commons, [index.objects for index in opened]))
         entries = {name: entry for index in opened for name, entry in index.items()}
         moved = [name for name in entries if moment_name(name, "exp_avg") in entries]
         return TensorIndex(
-            entries | (objects.steps(moved, folders[0] / COMMON) if moved else {}),
+            entries | (objects.steps(moved, commons[-1]) if moved and commons else {}),
             self.name,
             tuple(path for index in opened for path in index.files),
             max(index.world_size for index in opened),
@@ -100,15 +104,15 @@ def _is_dist(folder: Path) -> bool:
         return (folder / COMMON).is_file()
 
 
-def _open_dist(folder: Path) -> TensorIndex:
-    index = DcpLayout().open(folder)
+def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> TensorIndex:
+    """What a folder holds, under milepost's names; `weights` are those of all folders, under Megatron's."""
     entries: dict[str, TensorEntry] = {}
     flattened: dict[str, dict[str, TensorEntry]] = {}
     flat = shapeless = 0
     for key, entry in index.items():
         match = _MOMENT.fullmatch(key)
         if match is not None:
-            weight, kind = index.get(match[2]), match[1].removeprefix("fp32_")
+            weight, kind = weights.get(match[2]), match[1].removeprefix("fp32_")
             if weight is not None and weight.shape != entry.shape:
                 flattened.setdefault(match[2], {})[kind] = entry
                 continue
@@ -118,7 +122,7 @@ def _open_dist(folder: Path) -> TensorIndex:
         elif not _STATE.fullmatch(key):
             entries[key] = entry
     for name, kinds in flattened.items():
-        found = unflattened(kinds, index[name])
+        found = unflattened(kinds, weights[name])
         shapeless += len(kinds) if found is None else 0
         entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
     extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
@@ -136,23 +140,24 @@ def _open_dist(folder: Path) -> TensorIndex:
 
 class _Objects(Mapping[str, Any]):
     """State that is no tensor, by its key; `common` is what Megatron keeps once for all ranks: arguments, iteration,
-    schedule. Each is read when asked for."""
+    schedule, numbers of the optimizer; the later of two folders is the optimizer's. Each is read when asked for."""
 
-    def __init__(self, folders: list[Path], objects: list[Mapping[str, Any]]) -> None:
-        self._common = next((folder / COMMON for folder in folders if (folder / COMMON).is_file()), None)
+    def __init__(self, commons: list[Path], objects: list[Mapping[str, Any]]) -> None:
+        self._commons = commons
         self._objects = objects
 
     def __getitem__(self, key: str) -> Any:
-        if key == "common" and self._common is not None:
-            file = TorchFile(self._common)
-            return file.plain(file.root)
+        if key == "common" and self._commons:
+            found = [file.plain(file.root) for file in map(TorchFile, self._commons)]
+            dicts = [common for common in found if isinstance(common, dict)]
+            return {name: value for common in dicts for name, value in common.items()} if dicts else found[0]
         for objects in self._objects:
             if key in objects:
                 return objects[key]
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[str]:
-        if self._common is not None:
+        if self._commons:
             yield "common"
         yield from dict.fromkeys(key for objects in self._objects for key in objects)
 
