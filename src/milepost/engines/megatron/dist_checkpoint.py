@@ -23,10 +23,8 @@ from milepost.errors import MilepostError, WriteError
 T = TypeVar("T")
 _CORE = "megatron.core.dist_checkpointing"
 _COMMON = "common.pt"
-_HIDDEN = (
-    "inline_container",
-    "[Errno ",
-)  # of torch's archive writer; of an OSError that Megatron's writer puts into words
+_HIDDEN = ("inline_container", "basic_ios", "[Errno ")
+"""In a RuntimeError these tell of a disk: torch's archive writer, its streams, an OSError that Megatron only quotes."""
 
 
 def write_dist(state: dict[str, Any], folder: Path) -> None:
