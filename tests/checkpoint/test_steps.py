@@ -149,7 +149,7 @@ def test_steps_are_judged_without_torch(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     code = (
         "import sys; from pathlib import Path; from milepost.checkpoint.steps import newest_good\n"
-        "from milepost.checkpoint import events, manager\n"
+        "from milepost.checkpoint import manager; from milepost.checkpoint.diary import events\n"
         "assert newest_good(Path(sys.argv[1])).good.step == 1\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     )

@@ -45,7 +45,7 @@ NESTED = pytest.mark.parametrize("make", [_deep, _wide])
 def _at_once() -> Iterator[None]:
     started = time.monotonic()
     yield
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200
 
 
 def record(kind: str, *args: Any, **fields: Any) -> Any:

@@ -486,7 +486,7 @@ def test_nested_tuples_are_never_hashed(data: bytes, nested: bytes) -> None:
     started = time.monotonic()
     with pytest.raises(RefusedError, match="nested deep, as a key"):
         pickles.load(b"\x80\x04" + data.replace(b"%s", nested), "f")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200
 
 
 @pytest.mark.parametrize("data", [b"(%sNd.", b"(K(Nd.", b"(%s\x91.", b"(\x91."])
@@ -521,7 +521,7 @@ def test_a_graph_nested_deep_anywhere_is_read_or_an_error(data: bytes, nested: b
     started = time.monotonic()
     with contextlib.suppress(DamagedError, RefusedError):
         pickles.plain(pickles.load(b"\x80\x02" + data.replace(b"%s", nested), "f"), lambda ref: ref)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200
 
 
 def test_keys_that_share_one_hash_are_refused() -> None:
