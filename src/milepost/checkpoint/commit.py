@@ -183,6 +183,12 @@ class _LastWord:
             self._taken_back = True
         return False
 
+    def no_name(self) -> bool:
+        """The step did not get its name, or lost it again. Whether who waited has left its files to be removed here."""
+        with self._lock:
+            self._naming = False
+            return self._taken_back
+
     def keeps(self) -> bool:
         """Asked once the step has its name: whether it keeps it."""
         with self._lock:
@@ -315,10 +321,11 @@ def _commit(taken: TakenStep, records: list[FileRecord], world_size: int, word: 
             _hold(tmp, final)
             if not word.keeps():  # all ranks were told that it was not saved
                 final.rename(tmp)
-                _remove(tmp)
                 raise taken.staging.deadline.miss(final)
         except BaseException:
             tracker.unlink()
+            if word.no_name():
+                _remove(tmp)
             raise
     except OSError as error:
         raise WriteError(f"{error.filename or final}: {reason(error)}") from error
