@@ -183,6 +183,13 @@ def together(comm: Communicator, act: Callable[[], T]) -> list[T]:
     return [o.value for o in outcomes]
 
 
+def on_all(comm: Communicator, act: Callable[[], T]) -> T:
+    """Do `act` on every rank and return each rank's own result there; if it raises on any, all raise."""
+    results: list[T] = []
+    together(comm, lambda: results.append(act()))
+    return results[0]
+
+
 def on_rank_0(comm: Communicator, act: Callable[[], T]) -> T:
     """Do `act` on rank 0 alone and return its result on every rank; if it raises, every rank raises."""
     results: list[Any] = together(comm, act if comm.rank == 0 else lambda: None)

@@ -177,11 +177,9 @@ class _LastWord:
     def take_back(self) -> bool:
         """Give the step up, though it may be getting its name: then that will be taken from it again. False in that
         case."""
-        if self.refuse():
-            return True
         with self._lock:
-            self._taken_back = True
-        return False
+            self._refused, self._taken_back = not self._naming, self._naming
+            return self._refused
 
     def no_name(self) -> bool:
         """The step did not get its name, or lost it again. Whether who waited has left its files to be removed here."""

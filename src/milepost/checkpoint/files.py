@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -187,3 +189,19 @@ def write_durably(path: Path, data: bytes) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def set_aside_name() -> str:
+    """A new name for a folder of steps that a run does not go on with."""
+    return f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{secrets.token_hex(2)}"
+
+
+def move_aside(root: Path, folders: Iterable[Path]) -> Path:
+    """Move steps of a run's folder into a new one in it, which is returned."""
+    into = root / set_aside_name()
+    into.mkdir()
+    sync_directory(root)  # before anything is in it that a power cut could take away with it
+    for folder in folders:
+        folder.rename(into / folder.name)
+    sync_directory(into)
+    return into

@@ -6,13 +6,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.diary.events import EVENTS
-from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from milepost.checkpoint.manifest import HF_MODEL, MANIFEST, FileRecord, Manifest, read_manifest
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.steps import STATE_FILE, StepDir, StepState, judge, scan
 from milepost.errors import CheckpointError
@@ -82,6 +82,12 @@ def is_export(name: str) -> bool:
 def export_records(manifest: Manifest) -> tuple[FileRecord, ...]:
     """Those of a step's files that `export_files` means."""
     return tuple(record for record in manifest.files if is_export_path(record.path))
+
+
+def without_export(manifest: Manifest) -> Manifest:
+    """The manifest of the same step once its weights in Hugging Face's form are gone."""
+    kept = tuple(record for record in manifest.files if not is_export_path(record.path))
+    return replace(manifest, files=kept, contents=tuple(name for name in manifest.contents if name != HF_MODEL))
 
 
 def is_export_path(path: str) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from milepost.checkpoint import restore
-from milepost.checkpoint.comm import Communicator, together
+from milepost.checkpoint.comm import Communicator, on_all, together
 from milepost.checkpoint.resume import Part
 from milepost.engines.base import Engine
 from milepost.errors import MismatchError
 from milepost.index import TensorIndex
-
-T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -111,13 +109,6 @@ def _open(folder: Path, roles: Mapping[str, Engine]) -> Opened:
     for index in indexes.values():
         dict(index.objects)  # read when first asked for: a damaged file must show now
     return Opened(indexes, restore.read_state(folder))
-
-
-def on_all(comm: Communicator, act: Callable[[], T]) -> T:
-    """Do `act` on every rank and keep each rank's own result; if any raises, all raise."""
-    results: list[T] = []
-    together(comm, lambda: results.append(act()))
-    return results[0]
 
 
 def _of_all_ranks(remarks: Sequence[Mapping[str, str]]) -> dict[str, str]:

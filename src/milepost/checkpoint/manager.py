@@ -24,7 +24,7 @@ from milepost.checkpoint.comm import Communicator, default_communicator, on_rank
 from milepost.checkpoint.commit import SavedStep, agree, mend_tracker, sweep
 from milepost.checkpoint.diary.events import EventLog, interrupted_session, plain_json, read_events
 from milepost.checkpoint.loading import Loader, Opened, Stateful
-from milepost.checkpoint.manifest import MANIFEST, read_manifest
+from milepost.checkpoint.manifest import HF_MODEL, MANIFEST, read_manifest
 from milepost.checkpoint.pruning import carry_out, plan_prune
 from milepost.checkpoint.remote.fetching import fetch_named
 from milepost.checkpoint.remote.folder import Remote, url_of
@@ -41,7 +41,6 @@ from milepost.wording import counted
 
 T = TypeVar("T")
 CONTENTS = ("model", "optimizer", "extra")
-HF_MODEL = "hf_model"
 STATE_FORMAT = 1
 FETCHED = "fetched"  # folder of a run for a step that was named by its URL
 Parts = Callable[[Path | None, int | None], Sequence[Part]]

@@ -26,6 +26,8 @@ __all__ = [
     "read_manifest",
 ]
 
+HF_MODEL = "hf_model"
+"""Among the contents: the weights in Hugging Face's form too."""
 MANIFEST = "manifest.json"
 FORMAT = 2
 """Since format 2 the manifest has a checksum of its own: xxh3_128 of what it says, as compact JSON with sorted keys."""

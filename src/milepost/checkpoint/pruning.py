@@ -13,14 +13,14 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.checkpoint.commit import delete_step, litter, mend_tracker
 from milepost.checkpoint.diary.history import read_history
 from milepost.checkpoint.diary.status import is_running
 from milepost.checkpoint.files import sync_directory, write_durably
-from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps, export_files, is_export_path
+from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps, export_files, without_export
 from milepost.checkpoint.lock import LOCK, exclusive
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
@@ -28,7 +28,6 @@ from milepost.checkpoint.steps import read_tracker, scan
 from milepost.errors import CallError, CheckpointError, NotFoundError, WriteError
 from milepost.wording import disk_error
 
-HF_MODEL = "hf_model"
 STEP, EXPORT = "step", "export"
 _QUIET_SECONDS = 3600.0
 _log = logging.getLogger(__name__)
@@ -140,8 +139,7 @@ def carry_out(plan: PrunePlan, *, spare: int | None = None) -> tuple[Going, ...]
 def drop_export(step_dir: Path) -> None:
     """Delete a step's weights in Hugging Face's form; config and tokenizer stay. The step stays whole throughout."""
     manifest = read_manifest(step_dir)
-    kept = tuple(record for record in manifest.files if not is_export_path(record.path))
-    without = replace(manifest, files=kept, contents=tuple(name for name in manifest.contents if name != HF_MODEL))
+    without = without_export(manifest)
     if without != manifest:
         for left in step_dir.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed right here
             left.unlink()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from milepost.checkpoint.comm import Communicator, together
+from milepost.checkpoint.comm import Communicator, on_all
 
 T = TypeVar("T")
 
@@ -89,10 +89,4 @@ class Ranks:
 
     def each(self, act: Callable[[], T]) -> T:
         """Do on every rank what may fail on one: an error there is raised on all, so that none waits for the others."""
-        results: list[T] = []
-
-        def keep() -> None:
-            results.append(act())
-
-        together(self.comm, keep)
-        return results[0]
+        return on_all(self.comm, act)

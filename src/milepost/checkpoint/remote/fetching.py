@@ -11,11 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from milepost.checkpoint.commit import mend_tracker
-from milepost.checkpoint.files import make_directory, sync_directory, write_durably
+from milepost.checkpoint.files import make_directory, move_aside, sync_directory, write_durably
 from milepost.checkpoint.manifest import MANIFEST, FileRecord
 from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
 from milepost.checkpoint.remote.steps import RemoteStep, newest_whole, remote_steps
@@ -88,7 +87,7 @@ def fetch(step: RemoteStep, root: Path) -> Path:
         for directory, _, _ in os.walk(tmp):
             sync_directory(Path(directory))
         if final.exists():  # a step of that number that is not whole
-            _move_aside(root, final)
+            move_aside(root, [final])
         tmp.rename(final)
         sync_directory(root)
     except WriteError as error:
@@ -153,14 +152,6 @@ def fetch_named(url: str, root: Path, roles: Collection[str] = (), *, again: boo
 def _check(step: RemoteStep, records: Iterable[FileRecord], folder: Path) -> None:
     for problem in check_records(folder, records, deep=True):
         raise DamagedError(f"{step.remote}/{step.folder}/{problem}")
-
-
-def _move_aside(root: Path, folder: Path) -> None:
-    into = root / f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{secrets.token_hex(2)}"
-    into.mkdir()
-    sync_directory(root)
-    folder.rename(into / folder.name)
-    sync_directory(into)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from secrets import token_hex
 
 import xxhash
 
-from milepost.checkpoint.inventory import PIN, StepFacts, export_records, is_export_path, metrics_of
+from milepost.checkpoint.files import set_aside_name
+from milepost.checkpoint.inventory import PIN, StepFacts, export_records, is_export_path, metrics_of, without_export
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, parse_manifest
 from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
@@ -24,7 +23,6 @@ from milepost.checkpoint.steps import STATE_FILE, TRACKER, step_number
 from milepost.errors import CheckpointError, MilepostError, NotFoundError
 from milepost.transfer.execute import Progress
 
-HF_MODEL = "hf_model"
 UPLOADING = "uploading"
 """An object of this name lies in a step until its manifest does, and again before its manifest is removed: what has it
 and no manifest is no step, and left by a kill."""
@@ -214,9 +212,7 @@ def remove_unfinished(steps: Iterable[RemoteStep]) -> None:
 def remove_export(step: RemoteStep) -> None:
     """Remove a step's weights in Hugging Face's form; its manifest, written anew, ceases to name them first."""
     manifest = step.manifest
-    kept = tuple(record for record in manifest.files if not is_export_path(record.path))
-    contents = tuple(name for name in manifest.contents if name != HF_MODEL)
-    without = replace(manifest, files=kept, contents=contents)
+    without = without_export(manifest)
     if without != manifest:
         step.remote.put_bytes(without.to_json().encode(), f"{step.folder}/{MANIFEST}")
     step.remote.remove(f"{step.folder}/{path}" for path in step.sizes if is_export_path(path))
@@ -225,7 +221,7 @@ def remove_export(step: RemoteStep) -> None:
 def set_aside(remote: Remote, steps: Iterable[RemoteStep]) -> str:
     """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned. What
     a kill left of a step is removed."""
-    into = f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{token_hex(2)}"
+    into = set_aside_name()
     for step in steps:
         if step.unfinished:
             remove_step(remote, step.folder)

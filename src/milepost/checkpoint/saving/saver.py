@@ -14,11 +14,9 @@ classic one weights and moments come from two replicas where there are two, in t
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ from milepost.checkpoint.commit import (
 )
 from milepost.checkpoint.deadline import Deadline
 from milepost.checkpoint.diary.events import EventLog
-from milepost.checkpoint.files import sync_directory
+from milepost.checkpoint.files import move_aside
 from milepost.checkpoint.saving.flight import Flight
 from milepost.checkpoint.saving.staged_file import Staging
 from milepost.checkpoint.steps import StepDir, scan
@@ -283,12 +281,7 @@ class Saver:
         self._how.make_way(self._keep_up_to or 0)
         others = [found.path for found in scan(self._root) if found.step > (self._keep_up_to or 0)]
         if others:
-            into = self._root / f"set_aside_{datetime.now(UTC):%Y%m%d-%H%M%S}_{secrets.token_hex(2)}"
-            into.mkdir()
-            sync_directory(self._root)  # before anything is in it that a power cut could take away with it
-            for folder in others:
-                folder.rename(into / folder.name)
-            sync_directory(into)
+            into = move_aside(self._root, others)
             self._write_event("set_aside", step=step, folders=[folder.name for folder in others], into=into.name)
         self._way_is_clear = True
 
