@@ -21,6 +21,9 @@ from milepost.transfer import execute, plan
 
 CPU = torch.device("cpu")
 LR = 1e-2
+SAME_STEPS = LR / 100
+"""Weights no further apart have taken the same steps: Adam moves each by its rate, and where a gradient is hardly more
+than Adam's epsilon, the rounding of another order of sums, which differs between processors, decides how much of it."""
 WORDS = 33
 TINY = {
     "vocab_size": WORDS,

@@ -5,11 +5,11 @@ Savers that do not flush are made by the shim, which skips the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from milepost.checkpoint import commit
+from milepost.checkpoint import commit, files
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.saving import saver
 from milepost.checkpoint.steps import TRACKER, scan, step_name
@@ -82,7 +82,16 @@ def _delete_first() -> None:
 
 def _aside_unflushed() -> None:
     """What is set aside is not flushed where it was put."""
-    _put(saver, "sync_directory", lambda path: None)
+    move, flush = saver.move_aside, files.sync_directory
+
+    def move_unflushed(root: Path, folders: Iterable[Path]) -> Path:
+        _put(files, "sync_directory", lambda path: None)
+        try:
+            return move(root, folders)
+        finally:
+            files.sync_directory = flush
+
+    _put(saver, "move_aside", move_unflushed)
 
 
 MUTANTS: Mapping[str, Callable[[], None]] = {
