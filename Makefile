@@ -20,8 +20,9 @@ demo: .venv/core.done
 demo-smollm2: .venv/smollm2.done
 	@$(BIN)/python scripts/demo.py --smollm2
 
+# Two files at a time: much of a test is waiting for its ranks. What a file has set up stays with one process.
 test: .venv/test.done
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .
