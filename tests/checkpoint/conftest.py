@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from object_store import BUCKET, ObjectStore, object_store, quick_retries
 
 MEMORY = Path("/dev/shm")
 
@@ -39,3 +40,25 @@ def mount_namespace() -> list[str]:
     if os.geteuid() or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting a file system needs root and mount namespaces")
     return command
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ObjectStore]:
+    """A real S3 server, behind a proxy that misbehaves when told to."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The server, in the environment, behind a network that is unhurt at the beginning and the end."""
+    with quick_retries(server, monkeypatch):
+        yield server
+
+
+@pytest.fixture
+def url(store: ObjectStore, tmp_path: Path) -> str:
+    """A folder of the server's bucket that no other test uses."""
+    return f"s3://{BUCKET}/{tmp_path.name}"

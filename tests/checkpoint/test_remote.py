@@ -18,7 +18,7 @@ from tiny_engine import disk_is_at, halve, names, resumed, trained
 from milepost.checkpoint.comm import on_rank_0_at_length
 from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.diary.status import require_run
-from milepost.checkpoint.inventory import PIN
+from milepost.checkpoint.inventory import PIN, inventory
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.remote.fetching import place_of, step_at
 from milepost.checkpoint.remote.folder import Remote, side_by_side, url_of
@@ -115,6 +115,14 @@ def test_every_step_is_there_once_the_run_is_closed(url: str, root: Path) -> Non
         files = {path.relative_to(here).as_posix(): path for path in here.rglob("*") if path.is_file()}
         assert set(step.sizes) == set(files)
         assert all(remote.read(f"{step.folder}/{name}") == path.read_bytes() for name, path in files.items())
+    (root / "global_step_2" / PIN).touch()
+    remote.put_bytes(b"", f"global_step_2/{PIN}")
+    assert tuple(step.facts() for step in remote_steps(remote)) == inventory(root)
+    damaged = root / "global_step_2" / MANIFEST
+    halve(damaged)
+    remote.put_bytes(damaged.read_bytes(), f"global_step_2/{MANIFEST}")
+    here, there = inventory(root)[1], remote_steps(remote)[1].facts()
+    assert (there.state, there.files, there.bytes, there.pinned) == (here.state, here.files, here.bytes, True)
     done = events(root, "upload_durable")
     assert {event["step"] for event in done} == {1, 2} and all(event["bytes"] > 0 for event in done)
 
@@ -213,6 +221,24 @@ def test_both_places_keep_the_same(url: str, root: Path) -> None:
     assert names(root) == {"global_step_2", "global_step_4", "global_step_5", TRACKER}
 
 
+def test_what_cannot_be_deleted_there_is_no_failed_upload_and_goes_at_the_next_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://{root}/there"
+    run = trained(root, 1, remote=url, keep_last=1)
+    assert run.manager._mirror is not None
+    while 1 not in run.manager._mirror._there:
+        threading.Event().wait(0.01)
+    failing = Failing(monkeypatch, lambda name: name == f"global_step_1/{UPLOADING}")
+    run.train(2)
+    run.manager.close()
+    assert (numbers(url), events(root, "upload_failed")) == ([1, 2], [])
+    assert "keeps more steps than it is to" in caplog.text
+    failing.broken = False
+    resumed(root, remote=url, keep_last=1).manager.close()
+    assert numbers(url) == [2]
+
+
 def test_a_step_that_is_being_uploaded_stays_here_until_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """keep_last=1, and an upload slower than the saves: 1 is held while it is read, 2 is left out and told of."""
     url = f"memory://{root}/there"
@@ -234,6 +260,29 @@ def test_a_step_that_is_being_uploaded_stays_here_until_it_is(root: Path, monkey
     assert numbers(url) == [3]
     assert names(root) == {"global_step_3", TRACKER}
     assert [event["step"] for event in events(root, "upload_skipped")] == [2]
+
+
+def test_a_step_that_becomes_durable_while_the_url_is_looked_at_is_not_told_of_as_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{root}/there"
+    trained(root, 1, remote=url).manager.close()
+    looking, going = threading.Event(), threading.Event()
+    real = Remote.read
+
+    def slow(remote: Remote, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        if threading.current_thread().name == "milepost-upload" and not looking.is_set():
+            looking.set()
+            assert going.wait(30)
+        return real(remote, name, start, end)
+
+    monkeypatch.setattr(Remote, "read", slow)
+    run = resumed(root, remote=url)
+    assert looking.wait(30)
+    run.train(2)
+    going.set()
+    run.manager.close()
+    assert (numbers(url), events(root, "upload_skipped")) == ([1, 2], [])
 
 
 def test_an_export_has_its_budget_there_too(url: str, root: Path) -> None:
@@ -347,6 +396,61 @@ def test_a_full_disk_is_said_and_no_older_step_is_taken(
             resumed(tmp_path / "new", remote=url)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:100], offset))  # short, as it may be
     assert resumed(tmp_path / "new", remote=url).is_at(2)
+
+
+def test_of_two_steps_of_one_number_the_one_here_is_gone_on_with_and_the_other_kept(
+    url: str, root: Path, tmp_path: Path
+) -> None:
+    trained(tmp_path / "other", 1, 2, remote=url).manager.close()
+    trained(root, 1, 2).manager.close()
+    ours = (root / "global_step_2" / MANIFEST).read_bytes()
+    run = resumed(root, remote=url)
+    assert any("global_step_2 is another step than" in line for line in run.manager.report.lines())
+    run.manager.close()
+    assert (root / "global_step_2" / MANIFEST).read_bytes() == ours == Remote(url).read(f"global_step_2/{MANIFEST}")
+    aside = [name for name in Remote(url).folders() if name.startswith("set_aside_")]
+    theirs = {(tmp_path / f"other/global_step_{n}" / MANIFEST).read_bytes() for n in (1, 2)}
+    kept = {
+        Remote(url).read(f"{into}/{step}/{MANIFEST}") for into in aside for step in Remote(url).below(into).folders()
+    }
+    assert kept == theirs
+
+
+@pytest.mark.parametrize("damaged", [MODEL, "trainer_state.json"])
+def test_a_damaged_step_here_is_replaced_by_the_whole_one_there(url: str, root: Path, damaged: str) -> None:
+    """Of the model the size differs; of the small file only the content does."""
+    trained(root, 1, 2, remote=url).manager.close()
+    path = root / "global_step_2" / damaged
+    path.write_bytes(path.read_bytes().replace(b'"reward": 0.2', b'"reward": 0.9')[: -1 if damaged == MODEL else None])
+    run = resumed(root, remote=url)
+    assert run.is_at(2) and disk_is_at(root / "global_step_2", 2)
+    assert any("step 2 here was moved aside: " in line and damaged in line for line in run.manager.report.lines())
+    run.manager.close()
+    (aside,) = root.glob("set_aside_*")
+    assert (aside / "global_step_2" / damaged).exists()
+
+
+def test_a_newer_step_here_that_is_damaged_gives_way_to_an_older_whole_one_there(url: str, root: Path) -> None:
+    trained(root, 1, 2, remote=url).manager.close()
+    run = resumed(root)
+    run.train(3)
+    halve(root / "global_step_3" / MODEL)
+    shutil.rmtree(root / "global_step_2")
+    run = resumed(root, remote=url)
+    assert run.is_at(2)
+    run.train(3)
+    run.manager.close()
+    assert numbers(url) == [1, 2, 3] and disk_is_at(root / "global_step_3", 3)
+
+
+@pytest.mark.parametrize("lacks", [MODEL, MANIFEST])
+def test_a_newer_step_there_that_is_incomplete_is_passed_over_and_told_of(url: str, root: Path, lacks: str) -> None:
+    trained(root, 1, 2, 3, remote=url).manager.close()
+    shutil.rmtree(root / "global_step_3")
+    Remote(url).remove([f"global_step_3/{lacks}"])
+    run = resumed(root, remote=url)
+    assert run.is_at(2)
+    assert any("passed over" in line and "global_step_3" in line for line in run.manager.report.lines())
 
 
 # An outage costs time only

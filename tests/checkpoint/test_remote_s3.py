@@ -6,78 +6,27 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from object_store import BUCKET, ObjectStore, object_store
+from object_store import ObjectStore
 from tiny_engine import TinyEngine, disk_is_at, names, resumed, trained
 
 from milepost.checkpoint.diary.events import EVENTS, read_events
-from milepost.checkpoint.remote import folder as remote_module
-from milepost.checkpoint.remote.fetching import local_copy
+from milepost.checkpoint.remote.copies import local_copy
 from milepost.checkpoint.remote.folder import Remote
 from milepost.checkpoint.remote.steps import remote_steps
 from milepost.checkpoint.steps import TRACKER
 from milepost.cli.app import run as milepost
-from milepost.errors import CallError, UploadError
+from milepost.errors import CallError, NotFoundError, UploadError
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
 pytestmark = pytest.mark.filterwarnings("ignore")
-PART = 5 << 20  # the smallest part that S3 takes
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectStore]:
-    """The server, its address in the environment, quick retries, and an unhurt network at the end."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote_module, "PART", PART)
-    made = Remote.__init__
-
-    def quick(self: Remote, url: str, **options: Any) -> None:
-        made(self, url, **{"wait": 0.01, "timeout": 2.0, **options})
-        self._fs.retries = 1  # s3fs's own tries, which grow long
-
-    monkeypatch.setattr(Remote, "__init__", quick)
-    server.proxy.cut_after = server.proxy.stall_after = None
-    server.proxy.stalled.clear()
-    _client(server).create_bucket(Bucket=BUCKET)
-    yield server
-    server.proxy.cut_after = None
-    server.proxy.stalled.clear()
-
-
-def _client(server: ObjectStore) -> Any:
-    """Past the proxy."""
-    import boto3
-
-    return boto3.client(
-        "s3", endpoint_url=f"http://127.0.0.1:{server.port}", aws_access_key_id="test", aws_secret_access_key="test",
-        region_name="us-east-1",
-    )  # fmt: skip
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"s3://{BUCKET}/{tmp_path.name}"
 
 
 def numbers(url: str) -> list[int]:
     return [step.step for step in remote_steps(Remote(url)) if step.whole]
-
-
-def pending(server: ObjectStore) -> list[str]:
-    """Multipart uploads that were begun and neither completed nor given up."""
-    return [one["Key"] for one in _client(server).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
 
 def test_a_run_is_uploaded_kept_pruned_and_resumed_elsewhere(store: ObjectStore, url: str, tmp_path: Path) -> None:
@@ -126,9 +75,10 @@ def test_a_cut_in_the_middle_of_an_upload_leaves_no_object_and_is_tried_again(
     Remote(url, attempts=50, wait=0.05).put(tmp_path / "file", "step/file")
     timer.join()
     assert Remote(url).read("step/file") == data
-    assert pending(store)  # what the cut ones had sent
-    Remote(url).give_up_unfinished("step")
-    assert pending(store) == []
+    assert store.pending()  # what the cut ones had sent
+    remote = Remote(url)
+    remote.give_up(remote.cut_off("step"))
+    assert store.pending() == []
     assert Remote(url).read("step/file", 5 << 20, (5 << 20) + 3) == data[5 << 20 : (5 << 20) + 3]
 
 
@@ -144,7 +94,7 @@ def test_a_cut_run_counts_no_step_and_goes_on(store: ObjectStore, url: str, tmp_
     assert disk_is_at(tmp_path / "global_step_2", 2)
     run.manager.close()
     assert numbers(url) == [1, 2]
-    assert [key for key in pending(store) if key.startswith(tmp_path.name)] == []
+    assert [key for key in store.pending() if key.startswith(tmp_path.name)] == []
 
 
 def test_a_run_killed_in_the_middle_of_an_upload(store: ObjectStore, url: str, tmp_path: Path) -> None:
@@ -166,12 +116,12 @@ def test_a_run_killed_in_the_middle_of_an_upload(store: ObjectStore, url: str, t
         assert process.stdout is not None and process.stdout.read() == b"saved\n"
     store.proxy.stalled.clear()
     assert numbers(url) == []
-    assert pending(store)
+    assert store.pending()
     actor = TinyEngine("actor", shapes={"big": (3 << 20,)})
     run = resumed(tmp_path, roles={"actor": actor}, parts={}, remote=url)
     run.manager.close()
     assert numbers(url) == [1]
-    assert pending(store) == []
+    assert store.pending() == []
 
 
 def test_a_stalled_network_ends_in_an_error_and_not_in_silence(store: ObjectStore, url: str, tmp_path: Path) -> None:
@@ -185,9 +135,9 @@ def test_a_stalled_network_ends_in_an_error_and_not_in_silence(store: ObjectStor
 
 
 def test_no_such_bucket_is_one_sentence(store: ObjectStore, tmp_path: Path) -> None:
-    run = trained(tmp_path, 1, remote="s3://no-such-bucket/run")
-    with pytest.raises(UploadError, match="no such bucket"):
-        run.manager.close()
+    for start in (trained, resumed):
+        with pytest.raises(NotFoundError, match=r"there is no such bucket \(make it"):
+            start(tmp_path, remote="s3://no-such-bucket/run")
 
 
 def test_the_reading_commands_take_a_url(
@@ -197,6 +147,9 @@ def test_the_reading_commands_take_a_url(
     capfd.readouterr()
     assert milepost(["inspect", url]) == 0
     assert "2  committed" in capfd.readouterr().out
+    assert milepost(["inspect", f"{url}/global_step_2/critic", "--name", "head.*"]) == 0
+    seen = capfd.readouterr()
+    assert "head.weight" in seen.out and "layer" not in seen.out and "bringing" in seen.err
     assert milepost(["verify", f"{url}/global_step_2", "--deep"]) == 0
     assert milepost(["diff", f"{url}/global_step_2/critic", str(tmp_path / "run/global_step_2/critic"), "-q"]) == 0
     assert "no difference: 3 tensors" in capfd.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from milepost.layouts.huggingface import CHECKSUMS, SUBDIRECTORY
 
 PIN = "pinned"
 """An empty file of this name in a step's folder keeps the step. It was not saved with it: no manifest names it."""
-OPENED = 10  # newest foreign steps whose files are opened to judge them
+CLOSELY = 10  # newest steps that a list of all looks into closely
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -146,46 +146,64 @@ class StepFacts:
 
 def facts_of(state: StepState, manifest: Manifest | None = None) -> StepFacts:
     """What a step that was judged holds. `manifest`: its own, where it was read already."""
-    pinned = (state.path / PIN).exists()
+    held: Manifest | Sequence[int]
+    metrics: Mapping[str, float] = {}
     try:
-        manifest = manifest or read_manifest(state.path)
+        held = manifest or read_manifest(state.path)
+        metrics = read_metrics(state.path)
     except CheckpointError:
-        sizes = _sizes_below(state.path)
-        return StepFacts(
-            state.path.name, state.step, state.state, state.why, len(sizes), sum(sizes), None, (), None, pinned=pinned
-        )
+        held = _sizes_below(state.path)
+    pinned = (state.path / PIN).exists()
+    return made_facts(state.path.name, state.step, state.state, state.why, held, pinned=pinned, metrics=metrics)
+
+
+def made_facts(
+    folder: str,
+    step: int,
+    state: str,
+    why: str,
+    held: Manifest | Sequence[int],
+    *,
+    pinned: bool,
+    metrics: Mapping[str, float],
+) -> StepFacts:
+    """The facts of a step, wherever it lies. held: its manifest; without one, the sizes of its files."""
+    if not isinstance(held, Manifest):
+        return StepFacts(folder, step, state, why, len(held), sum(held), None, (), None, pinned=pinned)
     return StepFacts(
-        folder=state.path.name,
-        step=state.step,
-        state=state.state,
-        why=state.why,
-        files=len(manifest.files),
-        bytes=manifest.nbytes,
-        world_size=manifest.world_size,
-        roles=tuple(manifest.roles),
-        created=manifest.created,
-        layouts=tuple(manifest.roles.values()),
-        export_bytes=sum(record.size for record in export_records(manifest)),
+        folder=folder,
+        step=step,
+        state=state,
+        why=why,
+        files=len(held.files),
+        bytes=held.nbytes,
+        world_size=held.world_size,
+        roles=tuple(held.roles),
+        created=held.created,
+        layouts=tuple(held.roles.values()),
+        export_bytes=sum(record.size for record in export_records(held)),
         pinned=pinned,
-        metrics=read_metrics(state.path),
+        metrics=metrics,
     )
 
 
 def inventory(root: Path) -> tuple[StepFacts, ...]:
-    """Every step of a run, in numeric order. Each costs a look at its files' sizes, and no file of weights is opened,
-    but those of the `OPENED` newest steps that have no manifest."""
-    found = scan(root)
-    foreign = [place.path for place in found if not (place.path / MANIFEST).exists()]
-    opened = set(foreign[-OPENED:])
-    return tuple(_facts_at(place.path, place.path in opened) for place in found)
+    """Every step of a run, in numeric order. Each costs a look at its files' sizes; of the `CLOSELY` newest, and of so
+    many that have no manifest, the small files are read too. No file of weights is opened, but of the latter."""
+    found = [place.path for place in scan(root)]
+    has_manifest = {path: (path / MANIFEST).exists() for path in found}
+    own = [path for path in found if has_manifest[path]]
+    foreign = [path for path in found if not has_manifest[path]]
+    closely = {*own[-CLOSELY:], *foreign[-CLOSELY:]}
+    return tuple(_facts_at(path, path in closely) for path in found)
 
 
-def _facts_at(path: Path, opened: bool) -> StepFacts:
+def _facts_at(path: Path, closely: bool) -> StepFacts:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         manifest = None
-    return facts_of(judge(path, open_foreign=opened, manifest=manifest), manifest)
+    return facts_of(judge(path, closely=closely, manifest=manifest), manifest)
 
 
 def retention_of(root: Path) -> Retention | None:

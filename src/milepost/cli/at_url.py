@@ -13,7 +13,8 @@ from pathlib import Path
 from milepost.checkpoint.inventory import PIN
 from milepost.checkpoint.locate import locate
 from milepost.checkpoint.pruning import EXPORT, STEP, Going, Marks
-from milepost.checkpoint.remote.fetching import local_copy, place_of
+from milepost.checkpoint.remote.copies import Copying, local_copy
+from milepost.checkpoint.remote.fetching import place_of
 from milepost.checkpoint.remote.folder import Remote
 from milepost.checkpoint.remote.steps import RemoteStep, plan_remote, remote_steps, tracker_of, verify_remote
 from milepost.checkpoint.retention import Retention, decide
@@ -30,23 +31,23 @@ from milepost.wording import counted, file_size
 def copies(urls: Mapping[str, str], role: str | None, *, quiet: bool) -> Iterator[dict[str, Path]]:
     """For each URL, by the name of a parameter, a copy on this machine of the weights that it names."""
 
-    def progress(total: int) -> AbstractContextManager[Progress]:
-        return bytes_progress("download", total, quiet=quiet)
+    def told(copying: Copying) -> AbstractContextManager[Progress]:
+        size, place = file_size(copying.nbytes), copying.into.parent
+        note(
+            f"bringing {size} of {copying.url} to {place} (TMPDIR names another place); it goes at the end", quiet=quiet
+        )
+        return bytes_progress("download", copying.nbytes, quiet=quiet)
 
     with ExitStack() as held:
-        paths = {}
-        for name, url in urls.items():
-            note(f"bringing {url} here (TMPDIR says where to)", quiet=quiet)
-            paths[name] = held.enter_context(local_copy(url, role, progress))
-        yield paths
+        yield {name: held.enter_context(local_copy(url, role, told)) for name, url in urls.items()}
 
 
 def inspect(url: str, backend: str, globs: list[str], *, as_json: bool) -> None:
     """Say what a run, a step or a role at a URL holds."""
     place = place_of(url)
     if place.role or globs:
-        with local_copy(url) as path:
-            inspecting.inspect_role(locate(path, backend=backend), globs, as_json)
+        with copies({"directory": url}, None, quiet=as_json) as paths:
+            inspecting.inspect_role(locate(paths["directory"], backend=backend), globs, as_json)
         return
     if place.step is not None:
         _inspect_step(_step(place.remote, place.step), as_json)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from threading import Lock
 
-from milepost.checkpoint.commit import mend_tracker
 from milepost.checkpoint.files import make_directory, move_aside, sync_directory, write_durably
+from milepost.checkpoint.litter import delete_step, sweep, temporary_path
 from milepost.checkpoint.manifest import MANIFEST, FileRecord
 from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
-from milepost.checkpoint.remote.steps import RemoteStep, newest_whole, remote_steps
+from milepost.checkpoint.remote.steps import RemoteStep, newest_whole, remote_steps, same_step
 from milepost.checkpoint.steps import judge, newest_good, step_name, step_number
+from milepost.checkpoint.tracker import mend_tracker
 from milepost.errors import CheckpointError, DamagedError, NotFoundError, WriteError
-from milepost.index import write_exactly
+from milepost.fileio import write_exactly
 from milepost.jobs.checksums import check_records
 from milepost.jobs.output import sync
 from milepost.transfer.execute import Progress
 from milepost.wording import disk_error, duration, file_size
 
 _WORKERS = 8
-_OPTIMIZER = ("optim_world_size_", "extra_state_world_size_")
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +45,7 @@ def download(remote: Remote, files: Mapping[str, int], into: Path, progress: Pro
     Raises WriteError where the disk takes less than all.
     """
     ranges = []
+    counting = Lock()
     try:
         for name, size in files.items():
             target = into / name
@@ -55,14 +54,15 @@ def download(remote: Remote, files: Mapping[str, int], into: Path, progress: Pro
                 file.truncate(size)
             ranges += [_Range(name, target, at, min(at + PART, size)) for at in range(0, size, PART)]
 
-        def bring(one: _Range) -> None:
+        def bring_one(one: _Range) -> None:
             data = remote.read(one.name, one.start, one.end)
             with one.target.open("r+b", buffering=0) as file:
                 write_exactly(file.fileno(), memoryview(data), one.start)
             if progress is not None:
-                progress(len(data))
+                with counting:
+                    progress(len(data))
 
-        side_by_side(ranges, bring, _WORKERS)
+        side_by_side(ranges, bring_one, _WORKERS)
     except OSError as error:
         raise WriteError(f"{error.filename or into}: {disk_error(error)}") from error
 
@@ -70,17 +70,17 @@ def download(remote: Remote, files: Mapping[str, int], into: Path, progress: Pro
 def fetch(step: RemoteStep, root: Path) -> Path:
     """Bring a step into a run's folder, where it appears whole or not at all; returns its folder.
 
-    Raises DamagedError where a file is not what the manifest says, WriteError where the disk refuses.
+    Raises DamagedError where a file is not what the manifest says, WriteError where the disk refuses, or has no room.
     """
     final = root / step_name(step.step)
-    tmp = root / f".{final.name}.{secrets.token_hex(4)}.tmp"
+    tmp = temporary_path(final)
     begun = time.monotonic()
     make_directory(root)
     try:
         tmp.mkdir()
         manifest = step.manifest
-        download(step.remote.below(step.folder), {r.path: r.size for r in manifest.files}, tmp)
-        _check(step, manifest.files, tmp)
+        _require_room(tmp, manifest.nbytes)
+        bring(step, manifest.files, tmp)
         for record in manifest.files:
             sync(tmp / record.path)
         write_durably(tmp / MANIFEST, manifest.to_json().encode())
@@ -113,20 +113,33 @@ def fetch_newest(
     A step that turns out to be damaged is passed over for the next older one. Raises OutageError where the URL does not
     answer, WriteError where the disk here has no room. up_to: as for `newest_whole`.
     """
-    here = newest_good(root, roles, run_id=run_id).good
+    newest = newest_good(root, roles, run_id=run_id)
+    here = newest.good
+    bad_here = {state.step: state.why for state in newest.skipped}
     notes: list[str] = []
     bad: list[int] = []
     while True:
-        found, why = newest_whole(remote, roles, run_id=run_id, without=bad, up_to=up_to)
-        if found is None or (here is not None and found.step <= here.step):
+        found, passed_over = newest_whole(remote, roles, run_id=run_id, without=bad, up_to=up_to)
+        newer = [f"passed over {step.why}" for step in passed_over if here is None or step.step > here.step]
+        notes += [note for note in newer if note not in notes]
+        if found is None:
             return notes
-        notes += [f"passed over {reason}" for reason in why if f"passed over {reason}" not in notes]
+        if here is not None and found.step <= here.step:
+            if found.step == here.step and not same_step(here.path, found):
+                notes.append(
+                    f"{here.path} is another step than {remote}/{found.folder}: the run goes on from the one here, and "
+                    "the other is moved aside there before this one is uploaded"
+                )
+            return notes
         try:
             fetch(found, root)
-            return [*notes, f"step {found.step} was fetched from {remote}"]
-        except CheckpointError as error:
+        except (CheckpointError, NotFoundError) as error:
             bad.append(found.step)
             notes.append(f"passed over step {found.step} of {remote}: {error}")
+        else:
+            if found.step in bad_here:
+                notes.append(f"step {found.step} here was moved aside: {bad_here[found.step]}")
+            return [*notes, f"step {found.step} was fetched from {remote}"]
 
 
 def fetch_named(url: str, root: Path, roles: Collection[str] = (), *, again: bool = False) -> Path:
@@ -143,15 +156,33 @@ def fetch_named(url: str, root: Path, roles: Collection[str] = (), *, again: boo
     step = step_at(place)
     if step is None or place.step is None or place.role:
         raise NotFoundError(f"{url} is no step; name one, such as {place.remote}/global_step_N")
+    sweep(root)
     kept = root / step_name(step.step)
     if kept.exists():
-        shutil.rmtree(kept)
+        delete_step(kept)
     return fetch(step, root)
 
 
-def _check(step: RemoteStep, records: Iterable[FileRecord], folder: Path) -> None:
-    for problem in check_records(folder, records, deep=True):
-        raise DamagedError(f"{step.remote}/{step.folder}/{problem}")
+def bring(step: RemoteStep, records: Iterable[FileRecord], into: Path, progress: Progress | None = None) -> None:
+    """Bring files of a step into a folder, and compare what arrived with the manifest: what differs is asked for once
+    more, since it may have been altered on the way. DamagedError where it differs again."""
+    source = step.remote.below(step.folder)
+    wanted = {record.path: record for record in records}
+    download(source, {path: record.size for path, record in wanted.items()}, into, progress)
+    altered = [problem.path for problem in check_records(into, wanted.values(), deep=True)]
+    if not altered:
+        return
+    for path in altered:
+        (into / path).unlink()
+    download(source, {path: wanted[path].size for path in altered}, into)
+    for problem in check_records(into, [wanted[path] for path in altered], deep=True):
+        raise DamagedError(f"{source}/{problem}")
+
+
+def _require_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise WriteError(f"{folder}: {file_size(nbytes)} are needed there, and {file_size(free)} are free: make room")
 
 
 @dataclass(frozen=True)
@@ -195,44 +226,3 @@ def step_at(place: Place) -> RemoteStep | None:
     if reasons:
         raise DamagedError(f"{place.remote}: no step here is whole ({reasons[0]})")
     return None
-
-
-@contextlib.contextmanager
-def local_copy(
-    url: str,
-    role: str | None = None,
-    progress: Callable[[int], contextlib.AbstractContextManager[Progress]] | None = None,
-) -> Iterator[Path]:
-    """A folder on this machine with the weights that a URL names, which goes when the context ends.
-
-    It lies below the folder for temporary files (TMPDIR names another). Optimizer states that lie in files of their own
-    stay where they are. role: the role of a step, by default the one that `locate` would take.
-    """
-    place = place_of(url)
-    step = step_at(place)
-    scratch = Path(tempfile.mkdtemp(prefix="milepost-"))
-    try:
-        source = place.remote if step is None else step.remote.below(step.folder)
-        sizes = source.sizes("") if step is None else step.sizes
-        if role is not None and not any(name.startswith(f"{role}/") for name in sizes):
-            role = None  # a part of a state dict
-        files = {name: size for name, size in sizes.items() if _wanted(name, place.role or role, sizes)}
-        if not files:
-            raise NotFoundError(f"{url}: nothing lies there")
-        into = scratch / ("model" if step is None else step.folder)
-        with contextlib.nullcontext(None) if progress is None else progress(sum(files.values())) as told:
-            download(source, files, into, told)
-        if step is not None and step.own:
-            _check(step, [record for record in step.manifest.files if record.path in files], into)
-        yield into / place.role if place.role else into
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _wanted(name: str, role: str | None, sizes: Mapping[str, int]) -> bool:
-    """Whether an object is needed to read the weights of a role (None: of actor, or of whatever roles there are)."""
-    head, slash, inside = name.partition("/")
-    if name == MANIFEST or (slash and PurePosixPath(inside).name.startswith(_OPTIMIZER)):
-        return False
-    wanted = role or ("actor" if any(other.startswith("actor/") for other in sizes) else None)
-    return wanted is None or not slash or head in (wanted, f"{wanted}_huggingface")

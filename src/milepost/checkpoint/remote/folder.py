@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
+from milepost.checkpoint.remote.refusals import NO_SUCH_BUCKET, in_words, is_final, is_of_network, word_of
 from milepost.errors import CallError, NotFoundError, OutageError
 
 T = TypeVar("T")
@@ -27,9 +29,7 @@ ATTEMPTS = 6
 TIMEOUT = 120.0  # seconds in which a request of `PART` bytes must be answered
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 _MOST_PARTS = 9_000  # S3 takes 10,000 a file
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
-_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "http", "urllib3", "gcsfs", "google", "azure", "asyncio", "fsspec")
-_MISSING = "reading and writing by URL needs more packages: pip install 'milepost[remote]'"
+_INSTALL = "pip install 'milepost[remote]'"
 
 
 def url_of(path: Path | str) -> str | None:
@@ -40,6 +40,27 @@ def url_of(path: Path | str) -> str | None:
         return None
     rest = text[match.end() :]
     return f"{match[1]}://{'/' if match[1] in ('file', 'local') else ''}{rest}".rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object: its bytes, and what changes when it is written anew (S3: its ETag); empty where nothing tells."""
+
+    size: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """The parts of an object that was not written to its end.
+
+    name:  the object's, relative to the folder that was searched
+    """
+
+    name: str
+    bucket: str
+    key: str
+    upload: str
 
 
 class Remote:
@@ -61,7 +82,7 @@ class Remote:
 
             url_to_fs = import_module("fsspec.core").url_to_fs
         except ImportError:
-            raise CallError(f"{url}: {_MISSING}") from None
+            raise CallError(f"{url}: reading and writing by URL needs more packages: {_INSTALL}") from None
         self._tenacity = tenacity
         options: dict[str, Any] = {"use_listings_cache": False}
         if self.url.startswith(("s3://", "s3a://")):
@@ -71,8 +92,8 @@ class Remote:
             }  # fmt: skip
         try:
             self._fs, self._root = url_to_fs(self.url, **options)
-        except ImportError as error:
-            raise CallError(f"{url}: {_said(error)} ({_MISSING}, for s3://)") from None
+        except ImportError:
+            raise CallError(f"{url}: {_lacking(self.url.partition('://')[0])}") from None
         except ValueError as error:
             raise CallError(f"{url}: {error}") from None
 
@@ -92,27 +113,46 @@ class Remote:
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._at(""), detail=True)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if word_of(error) == NO_SUCH_BUCKET:
+                    raise
                 return []
             return [str(one["name"]).rstrip("/").rpartition("/")[2] for one in found if one["type"] == "directory"]
 
         return sorted(self._try("listed", "", listed))
 
-    def sizes(self, folder: str) -> Mapping[str, int]:
-        """Every object below a folder, by its name relative to that, with its bytes; empty where there are none."""
+    def objects(self, folder: str) -> Mapping[str, Stored]:
+        """Every object below a folder, by its name relative to that; empty where there are none."""
 
-        def found() -> dict[str, int]:
+        def found() -> dict[str, Stored]:
             place = self._at(folder)
             self._fs.invalidate_cache()
             objects = self._fs.find(place, detail=True)
             inside = place.rstrip("/") + "/"
             return {
-                str(name).removeprefix(inside): int(one["size"])
+                str(name).removeprefix(inside): Stored(int(one["size"]), _version(one))
                 for name, one in objects.items()
                 if str(name).startswith(inside)
             }
 
         return self._try("listed", folder, found)
+
+    def sizes(self, folder: str) -> Mapping[str, int]:
+        """The bytes of every object below a folder, as `objects`."""
+        return {name: stored.size for name, stored in self.objects(folder).items()}
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an object, None where there is none. A listing may lag behind; this does not."""
+
+        def asked() -> int | None:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.info(self._at(name))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found["type"] == "file" else None
+
+        return self._try("looked at", name, asked)
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """The bytes of an object, or of a range of it; NotFoundError where there is no such object."""
@@ -179,19 +219,40 @@ class Remote:
 
         self._try("removed", folder, removed)
 
-    def give_up_unfinished(self, folder: str) -> None:
-        """Let S3 forget the parts of objects that never became any, below a folder: a cut connection leaves them, and
-        they cost money. An object that is just being written is lost too."""
+    def cut_off(self, folder: str) -> list[CutOff]:
+        """What S3 keeps, and bills, of objects below a folder whose parts were never put together: a killed process and
+        a cut connection leave it. What is just being written is among it."""
         if "s3" not in self._protocols():
-            return
+            return []
         bucket, _, key = self._at(folder).partition("/")
+        inside = f"{key.rstrip('/')}/" if key else ""
 
-        def given_up() -> None:
-            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-            for one in found.get("Uploads", []):
-                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+        def listed() -> list[CutOff]:
+            found: list[CutOff] = []
+            after: dict[str, str] = {}
+            while True:
+                page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=inside, **after)
+                found += [
+                    CutOff(str(one["Key"]).removeprefix(inside), bucket, str(one["Key"]), str(one["UploadId"]))
+                    for one in page.get("Uploads", [])
+                ]
+                if not page.get("IsTruncated"):
+                    return found
+                after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
 
-        self._try("cleared", folder, given_up)
+        return self._try("searched for parts of uploads", folder, listed)
+
+    def give_up(self, uploads: Iterable[CutOff]) -> None:
+        """Let S3 forget these parts."""
+        for one in uploads:
+
+            def forgotten(one: CutOff = one) -> None:
+                try:
+                    self._fs.call_s3("abort_multipart_upload", Bucket=one.bucket, Key=one.key, UploadId=one.upload)
+                except FileNotFoundError:
+                    return
+
+            self._try("rid of parts of an upload", one.name, forgotten)
 
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
@@ -210,40 +271,33 @@ class Remote:
         again = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self._attempts),
             wait=tenacity.wait_random_exponential(multiplier=self._wait, max=30 * self._wait),
-            retry=tenacity.retry_if_exception(lambda error: _is_of_network(error) and not _is_final(error)),
+            retry=tenacity.retry_if_exception(lambda error: is_of_network(error) and not is_final(error)),
             reraise=True,
         )
         try:
             result: T = again(act)
             return result
-        except FileNotFoundError:
-            raise NotFoundError(f"{place}: there is no such object, or no such bucket") from None
-        except PermissionError as error:
-            raise CallError(f"{place} cannot be {verb}: no permission ({_said(error)})") from None
         except Exception as error:
-            if not _is_of_network(error) and not isinstance(error, _FINAL):
+            if is_final(error):
+                kind = NotFoundError if isinstance(error, FileNotFoundError) else CallError
+                raise kind(f"{place} cannot be {verb}: {in_words(error)}") from error
+            if not is_of_network(error):
                 raise  # a fault of a program, which no network has
-            if _is_final(error):
-                raise CallError(f"{place} cannot be {verb}: {_said(error)}") from error
             tries = f"after {self._attempts} tries"
-            raise OutageError(f"{place} cannot be {verb}, {tries}: {_said(error)}") from error
+            raise OutageError(f"{place} cannot be {verb}, {tries}: {in_words(error)}") from error
 
 
-def _is_of_network(error: BaseException) -> bool:
-    """Whether a server, a network, a disk, or a package that speaks to them says so: a timeout is an OSError; what
-    these packages raise has no class in common, so it is known by the module of its class."""
-    return isinstance(error, OSError) or (
-        isinstance(error, Exception) and type(error).__module__.partition(".")[0] in _CLIENTS
-    )
+def _version(found: Mapping[str, Any]) -> str:
+    keys = ("ETag", "etag", "generation", "LastModified", "mtime", "created")
+    return str(next((found[key] for key in keys if found.get(key) is not None), ""))
 
 
-def _is_final(error: BaseException) -> bool:
-    """Whether to try again would change nothing. A timeout is an OSError, a lack of credentials none."""
-    return isinstance(error, _FINAL) or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError")
-
-
-def _said(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _lacking(protocol: str) -> str:
+    """Which package speaks a protocol that fsspec knows, and is not there."""
+    known = import_module("fsspec.registry").known_implementations
+    package = str(known.get(protocol, {}).get("class", "")).partition(".")[0]
+    command = _INSTALL if package == "s3fs" else f"pip install {package}"
+    return f"{protocol}:// needs the package {package}: {command}" if package else f"{protocol}:// cannot be read"
 
 
 def side_by_side(items: Iterable[Item], act: Callable[[Item], object], workers: int = AT_ONCE) -> None:

@@ -9,6 +9,8 @@ newest goes first, and an older one that the run's disk no longer keeps is left 
 
 What lies there of a history that the run does not go on with must be aside before the first step of the new one is
 uploaded. No save waits for that: an empty file in the run's folder, which outlives a kill, says that it is to be done.
+
+What a kill leaves there is no step, and goes at the next start (`UPLOADING`, `SETTING_ASIDE`, `_forget_cut_off`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from threading import Condition, Thread
 from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.files import sync_directory
 from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps
-from milepost.checkpoint.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
+from milepost.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from milepost.checkpoint.remote.fetching import fetch_newest
 from milepost.checkpoint.remote.folder import Remote, side_by_side
 from milepost.checkpoint.remote.steps import (
@@ -34,11 +36,13 @@ from milepost.checkpoint.remote.steps import (
     plan_remote,
     remote_steps,
     remove_unfinished,
+    same_step,
     set_aside,
+    tracker_of,
 )
 from milepost.checkpoint.retention import Retention, Step, decide
-from milepost.checkpoint.steps import TRACKER, newest_good, step_name
-from milepost.errors import CallError, CheckpointError, MilepostError, OutageError, UploadError, WriteError
+from milepost.checkpoint.steps import TRACKER, newest_good, step_name, step_number
+from milepost.errors import CallError, MilepostError, OutageError, UploadError, WriteError
 from milepost.wording import duration, file_size
 
 _TO_SET_ASIDE = re.compile(r"\.set_aside_there_above_(\d+)")
@@ -63,11 +67,12 @@ class Mirror:
         self._state = Condition()
         self._newest: int | None = None  # steps up to this number belong to this run's history
         self._up_to = 0  # what that was when the thread last looked
-        self._tidy = False
+        self._tidy = self._retained = False
         self._uploading: int | None = None
+        self._going: set[int] = set()  # steps of which something is being deleted
         self._sent: dict[str, set[str]] = {}  # of a step that was cut off: its files that have arrived
         self._there: set[int] = set()
-        self._awaited: set[int] = set()
+        self._awaited: set[int] = set()  # durable here, and not yet looked for
         self._errors: list[UploadError] = []
         self._failed = False  # when it was last tried
         self._woken = self._closing = False
@@ -93,15 +98,22 @@ class Mirror:
 
     def durable(self, step: int) -> None:
         """A step is durable here."""
-        with self._state:
-            self._awaited.add(step)
-        self._start(step)
+        self._start(step, {step})
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[int | None]:
-        """While this is open no other step is taken up; yields the number of the one that is being read."""
+    def unread(self, step: int) -> Iterator[bool]:
+        """Have a step for oneself, to delete it or a part of it: while this is open it is not taken up. Yields False
+        where it is being read in this moment. Waits for nothing: what hangs while this is open holds up nobody."""
         with self._state:
-            yield self._uploading
+            free = step != self._uploading
+            if free:
+                self._going.add(step)
+        try:
+            yield free
+        finally:
+            if free:
+                with self._state:
+                    self._going.discard(step)
 
     def check(self) -> None:
         """Raise what went wrong since the last call. The step is safe here, and is tried again with the next one."""
@@ -131,9 +143,10 @@ class Mirror:
         if self._failed and errors:
             raise errors[-1]
 
-    def _start(self, newest: int) -> None:
+    def _start(self, newest: int, durable: Collection[int] = ()) -> None:
         with self._state:
             self._newest = max(newest, self._newest or 0)
+            self._awaited.update(durable)
             self._woken = True
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="milepost-upload", daemon=True)
@@ -156,6 +169,7 @@ class Mirror:
         try:
             while (step := self._next()) is not None:
                 self._upload(step)
+            self._retain()
             self._failed = False
             return
         except Exception as error:  # noqa: BLE001  raised by who asks
@@ -176,6 +190,9 @@ class Mirror:
         """The newest step that is here and to stay, and is not there; it is held until its upload has ended."""
         with self._state:
             self._up_to = self._newest or 0
+            awaited = frozenset(self._awaited)
+        if not self._tidy:
+            self._forget_cut_off()
         self._set_aside()  # a step up to that number is here: what was to be noted before it is noted
         ours = self._ours_there()
         there = {step.step: step for step in ours}
@@ -189,18 +206,20 @@ class Mirror:
             kept = {decision.step for decision in decide(everywhere, self._retention.policy) if decision.kept}
         for number in sorted((here.keys() & kept) - self._there, reverse=True):
             step = here[number]
-            if number in there and _is_same(step, there[number]):
-                self._there.add(number)
+            if number in there and same_step(step.path, there[number]):
+                self._arrived(there[number])
             elif step.whole:
-                # Nothing that waits for the network is done under the lock: saves wait for it.
+                # Nothing that waits for the network or the disk is done under the lock: saves wait for it.
                 with self._state:
-                    if step.path.exists():  # retention may just have taken it
-                        self._uploading = number
-                        return step
+                    if number in self._going:
+                        continue
+                    self._uploading = number
+                if step.path.exists():  # retention may just have taken it
+                    return step
         with self._state:
             self._uploading = None
-            left_out = self._awaited - self._there - here.keys()
-            self._awaited.clear()
+            left_out = awaited - self._there - here.keys()
+            self._awaited -= awaited
         for number in sorted(left_out):
             self._write_event("upload_skipped", step=number, why="newer steps went first, and it is no longer kept")
             _log.warning("step %s was not uploaded: newer steps went first, and it is no longer kept here", number)
@@ -220,32 +239,69 @@ class Mirror:
 
         largest_first = sorted(manifest.files, key=lambda record: record.size, reverse=True)
         side_by_side([record.path for record in largest_first if record.path not in sent], send)
-        arrived = self.remote.sizes(folder)
+        listed = self.remote.sizes(folder)
         for record in manifest.files:
-            if arrived.get(record.path) != record.size:
+            size = listed.get(record.path)
+            if size != record.size:  # a listing may lag behind
+                size = self.remote.size(f"{folder}/{record.path}")
+            if size != record.size:
                 sent.clear()
-                raise WriteError(
-                    f"{folder}/{record.path} arrived with {arrived.get(record.path, 0)} bytes of {record.size}"
-                )
-        with contextlib.suppress(CallError):  # without the right to list them they stay, and harm nobody
-            self.remote.give_up_unfinished(folder)
+                raise WriteError(f"{folder}/{record.path} arrived with {size or 0} bytes of {record.size}")
+        with contextlib.suppress(CallError):  # told of at the start
+            self.remote.give_up(self.remote.cut_off(folder))
         if step.pinned:
             self.remote.put_bytes(b"", f"{folder}/{PIN}")
         self.remote.put_bytes(data, f"{folder}/{MANIFEST}")  # the commit
         self.remote.remove([f"{folder}/{UPLOADING}"])
         self._there.add(step.step)
         self._sent.clear()
-        self.remote.put_bytes(str(max(self._there)).encode(), TRACKER)
+        self._move_tracker()
         seconds = time.monotonic() - begun
         self._write_event(
             "upload_durable", step=step.step, bytes=manifest.nbytes, seconds=seconds, url=str(self.remote)
         )
         rate = f"{file_size(manifest.nbytes / max(seconds, 1e-6))}/s"
         _log.info("step %s uploaded: %s in %s (%s)", step.step, file_size(manifest.nbytes), duration(seconds), rate)
-        if not self._retention.keeps_all:
+        self._retained = False
+
+    def _retain(self) -> None:
+        """Let what is there be what is to stay: after uploads, and at a start, since a kill may have come between."""
+        if self._retained or self._retention.keeps_all:
+            return
+        try:
             steps = self._ours_there()
             plan_remote(steps, self._retention).carry_out()
-            remove_unfinished(step for step in steps if not (self._root / step.folder).exists())
+            remove_unfinished(steps)  # all that is to be there is: none of them waits for being gone on with
+            self._retained = True
+        except CallError as error:  # no step is lost by it
+            _log.warning(
+                "%s keeps more steps than it is to: %s; it is tried again after the next upload", self.remote, error
+            )
+
+    def _arrived(self, step: RemoteStep) -> None:
+        """A step of this run is there already; what a kill right after its commit left undone is done."""
+        self._there.add(step.step)
+        if UPLOADING in step.sizes:
+            self.remote.remove([f"{step.folder}/{UPLOADING}"])
+        if step.step == max(self._there) and tracker_of(self.remote) != step.step:
+            self._move_tracker()
+
+    def _move_tracker(self) -> None:
+        self.remote.put_bytes(str(max(self._there)).encode(), TRACKER)
+
+    def _forget_cut_off(self) -> None:
+        """Parts of files that a killed process had on their way are no objects, and are billed until somebody says that
+        nothing will come of them."""
+        try:
+            found = self.remote.cut_off("")
+            self.remote.give_up(one for one in found if _is_of_run(one.name))
+        except OutageError:
+            raise
+        except CallError as error:
+            _log.warning(
+                "%s; what killed uploads leave stays there, and costs money: let a lifecycle rule of the bucket abort "
+                "incomplete multipart uploads", error,
+            )  # fmt: skip
 
     def _ours_there(self) -> list[RemoteStep]:
         """The steps there that belong to this run's history: newer ones may wait for being moved aside."""
@@ -273,13 +329,20 @@ class Mirror:
     def _begin_upload(self, folder: str, manifest: Manifest) -> None:
         """Another history's step of that number is moved aside, and a mark says that an upload has begun."""
         other = RemoteStep(self.remote, folder, manifest.step)
-        if other.own:
-            set_aside(self.remote, [other])
+        if other.sizes and not other.unfinished:
+            into = set_aside(self.remote, [other])
+            _log.warning("%s/%s was another step than the one here; it is now in %s", self.remote, folder, into)
         self.remote.put_bytes(str(manifest.run_id).encode(), f"{folder}/{UPLOADING}")
 
     def _write_event(self, event: str, **fields: object) -> None:
         if self._events is not None:
             self._events.write(event, **fields)
+
+
+def _is_of_run(name: str) -> bool:
+    """Whether an object is of a step of the run itself, and not of what else may lie below its URL."""
+    folder = name.partition("/")[0]
+    return step_number(Path(folder)) is not None or folder.startswith("set_aside_")
 
 
 def try_to_upload(url: str) -> None:
@@ -308,14 +371,3 @@ def go_on_without(error: OutageError, root: Path, events: EventLog | None) -> st
     if events is not None:
         events.write("remote_unreachable", step=here.step, error=str(error))
     return said
-
-
-def _is_same(here: DiskStep, there: RemoteStep) -> bool:
-    """Whether what lies there is this very step, and whole; an export may have gone from one of them."""
-    if not there.whole:
-        return False
-    try:
-        ours = read_manifest(here.path)
-    except CheckpointError:  # retention has just taken it
-        return False
-    return (ours.created, ours.run_id) == (there.manifest.created, there.manifest.run_id)

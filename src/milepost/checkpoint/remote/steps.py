@@ -6,8 +6,10 @@ is there with its size. What is on its way to that, or from it, has a mark: see 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +17,9 @@ from pathlib import Path
 import xxhash
 
 from milepost.checkpoint.files import set_aside_name
-from milepost.checkpoint.inventory import PIN, StepFacts, export_records, is_export_path, metrics_of, without_export
-from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, parse_manifest
-from milepost.checkpoint.remote.folder import PART, Remote, side_by_side
+from milepost.checkpoint.inventory import PIN, StepFacts, is_export_path, made_facts, metrics_of, without_export
+from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, parse_manifest, read_manifest
+from milepost.checkpoint.remote.folder import PART, Remote, Stored, side_by_side
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
 from milepost.checkpoint.steps import STATE_FILE, TRACKER, step_number
 from milepost.errors import CheckpointError, MilepostError, NotFoundError
@@ -26,6 +28,11 @@ from milepost.transfer.execute import Progress
 UPLOADING = "uploading"
 """An object of this name lies in a step until its manifest does, and again before its manifest is removed: what has it
 and no manifest is no step, and left by a kill."""
+SETTING_ASIDE = "setting_aside"
+"""An object of this name lies in a step while it is copied aside, and says into which folder: after a kill the copying
+goes on there. Until its end the step is what it was."""
+_MARKS = (UPLOADING, SETTING_ASIDE)
+_ASIDE = re.compile(r"set_aside_[\w-]+")
 
 
 class RemoteStep:
@@ -40,9 +47,14 @@ class RemoteStep:
         self.step = step
 
     @cached_property
+    def objects(self) -> Mapping[str, Stored]:
+        """Its objects, as the server lists them."""
+        return self.remote.objects(self.folder)
+
+    @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Its objects, and their bytes."""
-        return self.remote.sizes(self.folder)
+        """Their bytes."""
+        return {name: stored.size for name, stored in self.objects.items()}
 
     @cached_property
     def own(self) -> bool:
@@ -73,6 +85,8 @@ class RemoteStep:
             return f"{self.remote}/{self.folder}/{MANIFEST} is of step {manifest.step}"
         for record in manifest.files:
             size = self.sizes.get(record.path)
+            if size is None:  # a listing may lag behind
+                size = self.remote.size(f"{self.folder}/{record.path}")
             if size is None:
                 return f"{self.remote}/{self.folder}/{record.path} is missing"
             if size != record.size:
@@ -102,34 +116,33 @@ class RemoteStep:
         """Whether weights in Hugging Face's form lie in it."""
         return any(is_export_path(path) and path.endswith(".safetensors") for path in self.sizes)
 
+    @property
+    def state(self) -> str:
+        """As `milepost.checkpoint.steps` has it of a folder: committed, incomplete or damaged."""
+        if self.whole:
+            return "committed"
+        return "damaged" if self.own and not self.why.endswith("is missing") else "incomplete"
+
     def facts(self) -> StepFacts:
         """What it is and holds, for people."""
-        total = sum(self.sizes.values())
-        if not self.own:
-            return StepFacts(
-                self.folder, self.step, "incomplete", self.why, len(self.sizes), total, None, (), None,
-                pinned=self.pinned,
-            )  # fmt: skip
-        try:
-            manifest = self.manifest
-        except CheckpointError as error:
-            return StepFacts(self.folder, self.step, "damaged", str(error), len(self.sizes), total, None, (), None)
-        missing = self.why.endswith("is missing")
-        return StepFacts(
-            folder=self.folder,
-            step=self.step,
-            state="committed" if self.whole else "incomplete" if missing else "damaged",
-            why=self.why,
-            files=len(manifest.files),
-            bytes=manifest.nbytes,
-            world_size=manifest.world_size,
-            roles=tuple(manifest.roles),
-            created=manifest.created,
-            layouts=tuple(manifest.roles.values()),
-            export_bytes=sum(record.size for record in export_records(manifest)),
-            pinned=self.pinned,
-            metrics=self.metrics,
-        )
+        held: Manifest | Sequence[int] = tuple(self.sizes.values())
+        metrics: Mapping[str, float] = {}
+        if self.own:
+            with contextlib.suppress(CheckpointError):
+                held, metrics = self.manifest, self.metrics
+        return made_facts(self.folder, self.step, self.state, self.why, held, pinned=self.pinned, metrics=metrics)
+
+
+def same_step(step_dir: Path, there: RemoteStep) -> bool:
+    """Whether what lies there is the very step that lies in a folder, and whole; an export may have gone from one of
+    them."""
+    if not there.whole:
+        return False
+    try:
+        ours = read_manifest(step_dir)
+    except CheckpointError:  # another program's; or retention has just taken it
+        return False
+    return (ours.created, ours.run_id) == (there.manifest.created, there.manifest.run_id)
 
 
 def remote_steps(remote: Remote) -> tuple[RemoteStep, ...]:
@@ -145,8 +158,8 @@ def newest_whole(
     run_id: str = "",
     without: Collection[int] = (),
     up_to: int | None = None,
-) -> tuple[RemoteStep | None, tuple[str, ...]]:
-    """The newest step at a URL that is whole, and why newer ones are not.
+) -> tuple[RemoteStep | None, tuple[RemoteStep, ...]]:
+    """The newest step at a URL that is whole, and newer ones that are not, which say why.
 
     roles:    roles that must be in it
     run_id:   where given, only steps of this run count
@@ -158,7 +171,7 @@ def newest_whole(
         if step.step in without or (up_to is not None and step.step > up_to):
             continue
         if not step.whole:
-            passed_over.append(step.why)
+            passed_over.append(step)
         elif (not run_id or step.manifest.run_id == run_id) and not set(roles) - set(step.manifest.roles):
             return step, tuple(passed_over)
     return None, tuple(passed_over)
@@ -219,19 +232,28 @@ def remove_export(step: RemoteStep) -> None:
 
 
 def set_aside(remote: Remote, steps: Iterable[RemoteStep]) -> str:
-    """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned. What
-    a kill left of a step is removed."""
-    into = set_aside_name()
-    for step in steps:
-        if step.unfinished:
-            remove_step(remote, step.folder)
-            continue
-        names = [f"{step.folder}/{name}" for name in step.sizes if name not in (MANIFEST, UPLOADING)]
+    """Move steps of a history that a run does not go on with into a folder `set_aside_*`, whose name is returned: the
+    one that an earlier move, which a kill ended, had chosen. What a kill left of a step is removed."""
+    everything = tuple(steps)
+    moving = [step for step in everything if not step.unfinished]
+    begun = (_aside_of(step) for step in moving if SETTING_ASIDE in step.sizes)
+    into = next((name for name in begun if name), None) or set_aside_name()
+    remove_unfinished(everything)
+    for step in moving:
+        remote.put_bytes(into.encode(), f"{step.folder}/{SETTING_ASIDE}")
+    for step in moving:
+        names = [f"{step.folder}/{name}" for name in step.sizes if name not in (MANIFEST, *_MARKS)]
         side_by_side(names, lambda name: remote.duplicate(name, f"{into}/{name}"))
         if step.own:
             remote.duplicate(f"{step.folder}/{MANIFEST}", f"{into}/{step.folder}/{MANIFEST}")
         remove_step(remote, step.folder)
     return into
+
+
+def _aside_of(step: RemoteStep) -> str | None:
+    """Where a kill ended the copying of a step to."""
+    name = step.remote.read(f"{step.folder}/{SETTING_ASIDE}").decode(errors="replace")
+    return name if _ASIDE.fullmatch(name) else None
 
 
 @dataclass(frozen=True)
