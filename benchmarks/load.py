@@ -15,7 +15,6 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import RANK, on_ranks
 from making import HALF_B, TINY, Shape
 from safetensors.torch import load_file, save_file
 
@@ -71,10 +71,7 @@ def main() -> None:
         total = make(model, TINY if given.tiny else HALF_B)
         results = {}
         for name in LAUNCHES:
-            out = Path(work) / "samples.json"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-            subprocess.run([*torchrun, __file__, "--rank", name, model, out, str(given.rounds)], check=True)
-            results[name] = json.loads(out.read_text())
+            results[name] = on_ranks(__file__, RANKS, name, model, given.rounds)
             print(f"\n{name}, {total / 1e6:.0f} MB of weights, median of {given.rounds}")
             print("\n".join(table(results[name])))
     if given.json:
@@ -110,7 +107,7 @@ def table(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
     return rows
 
 
-def rank_main(name: str, model: Path, out: Path, rounds: int) -> None:
+def rank_main(out: Path, name: str, model: Path, rounds: int) -> None:
     """What each rank does: build the model once, then load it again and again."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -188,7 +185,7 @@ def _calls() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    if sys.argv[1:2] == [RANK]:
+        rank_main(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

@@ -4,7 +4,8 @@
 
 A checkpoint of Qwen2-0.5B's shape in DeepSpeed's files; each contender is a fresh process, imports included, and they
 take turns. Before the first round both exports are compared, tensor by tensor. The files are written with torch.save in
-DeepSpeed's structure and hold no moments, which neither side reads.
+DeepSpeed's structure and hold no moments, which neither side reads. milepost flushes what it writes to disk before it
+ends, `zero_to_fp32` does not, so there are two ratios, as in `merge.py`.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def _measure(work: Path, role: Path, rounds: int) -> dict[str, list[Sample]]:
     copied = [str(work / "export" / "model.safetensors"), str(out / "copy")]
     samples = alternate(
         [
-            Contender("milepost, keep", [*merge, str(out)], clear),
-            Contender("milepost, bf16", [*merge, str(out), "--dtype", "bf16"], clear),
-            Contender("cp + fsync, float32", [sys.executable, "-S", "-c", COPY, *copied], make_room),
-            Contender("zero_to_fp32", [*theirs, str(out)], clear),
+            Contender("milepost, keep", [*merge, str(out)], clear, out),
+            Contender("milepost, bf16", [*merge, str(out), "--dtype", "bf16"], clear, out),
+            Contender("cp + fsync, float32", [sys.executable, "-S", "-c", COPY, *copied], make_room, out),
+            Contender("zero_to_fp32", [*theirs, str(out)], clear, out),
         ],
         rounds,
     )

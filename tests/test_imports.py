@@ -12,14 +12,14 @@ import pytest
 import milepost
 
 HEAVY = ("torch", "transformers", "omegaconf", "deepspeed", "megatron", "safetensors", "pyarrow", "tensorboard")
-ROOMS = ("layouts", "transfer", "mapping", "index", "jobs", "edits", "errors")
+ROOMS = ("layouts", "transfer", "mapping", "index", "fileio", "cast", "jobs", "edits", "errors", "api")
 
 
 def _modules(room: str) -> list[str]:
     """A room's module, and those below it."""
     root = Path(milepost.__file__).parent / room
-    below = [f"milepost.{room}.{module.name}" for module in pkgutil.iter_modules([str(root)])]
-    return [f"milepost.{room}", *below]
+    below = pkgutil.walk_packages([str(root)], f"milepost.{room}.")
+    return [f"milepost.{room}", *(module.name for module in below)]
 
 
 @pytest.mark.parametrize("room", ROOMS)

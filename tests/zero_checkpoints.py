@@ -12,6 +12,7 @@ happens once, and the ranks of every case are forked from there. For each case o
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import traceback
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,20 @@ def _main(root: Path, names: list[str]) -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         builder.load()
+    _load_ahead()
     for world_size in (2, 3):
         mine = {name: case for name, case in CASES.items() if case.world_size == world_size}
         _fork(world_size, root, {name: case for name, case in mine.items() if not names or name in names})
     for name in names or CASES:
         _consolidate(root / name)
+
+
+def _load_ahead() -> None:
+    """What DeepSpeed and the models import when they are first used: once here, and not in each rank. DeepSpeed also
+    looks through all of it for garbage at each of its many reports on memory, unless it is frozen."""
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"):
+        import_module(name)
+    gc.freeze()
 
 
 def _fork(world_size: int, root: Path, cases: dict[str, Case]) -> None:

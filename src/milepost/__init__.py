@@ -10,23 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from milepost.api import Checkpoint, MergeCall, ModelOptions, TestCall, merge, open, test
+    from milepost.api.comparing import TestCall, test
+    from milepost.api.merging import MergeCall, merge
+    from milepost.api.opening import Checkpoint, open
     from milepost.checkpoint.manager import CheckpointManager
     from milepost.checkpoint.pretrained import load_pretrained
     from milepost.errors import CallError, CheckpointError, MilepostError
     from milepost.integrations.policy import save_policy
     from milepost.jobs.convert import convert
+    from milepost.jobs.prepare import ModelOptions
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Checkpoint": "milepost.api",
-    "MergeCall": "milepost.api",
-    "ModelOptions": "milepost.api",
-    "TestCall": "milepost.api",
-    "merge": "milepost.api",
-    "open": "milepost.api",
-    "test": "milepost.api",
+    "Checkpoint": "milepost.api.opening",
+    "MergeCall": "milepost.api.merging",
+    "ModelOptions": "milepost.jobs.prepare",
+    "TestCall": "milepost.api.comparing",
+    "merge": "milepost.api.merging",
+    "open": "milepost.api.opening",
+    "test": "milepost.api.comparing",
     "CheckpointManager": "milepost.checkpoint.manager",
     "convert": "milepost.jobs.convert",
     "load_pretrained": "milepost.checkpoint.pretrained",

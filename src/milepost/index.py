@@ -10,13 +10,12 @@ Read this module first; everything else in milepost is written in its words.
 
 An index holds no tensor data. Layouts make one from files (`milepost.layouts`), edits turn one into another
 (`milepost.edits`), and transfers move the bytes that it names (`milepost.transfer`). The module depends on nothing
-else here but the error types, and on numpy.
+else here but the error types and the reading of bytes (`milepost.fileio`), and on numpy.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.errors import CallError, DamagedError, IncompleteError
+from milepost.fileio import read_exactly, read_strided, strided
 
 if TYPE_CHECKING:
     import torch
@@ -322,9 +322,7 @@ def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
 def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
     """Read the elements of `chunk` from its open file: an array of bit patterns, shape `chunk.box.sizes`.
 
-    Elements that do not lie in one run are gathered from runs that cover them: a gap of `_GAP` bytes and more between
-    them is not read, a smaller one is. The memory used beside the result is that of `_STRIDED_READ` elements at most,
-    whatever the strides are.
+    The memory used beside the result is small, whatever the strides are (`milepost.fileio`).
     """
     out = np.empty(chunk.box.sizes, bits_dtype(dtype))
     if not out.size:
@@ -332,71 +330,12 @@ def read_chunk(fd: int, chunk: Chunk, dtype: str) -> Bits:
     source = chunk.source
     if source.data is not None:
         held = np.frombuffer(source.data, out.dtype, offset=source.start())
-        out[...] = np.lib.stride_tricks.as_strided(held, out.shape, [s * out.itemsize for s in source.strides])
+        out[...] = strided(held, out.shape, source.strides)
     elif chunk.contiguous:
         read_exactly(fd, out.reshape(-1).data.cast("B"), source.start(), source.file)
     else:
-        _read_strided(fd, out, source.strides, source.start(), source.file)
+        read_strided(fd, out, source.strides, source.start(), source.file)
     return out
-
-
-_STRIDED_READ = 1 << 17  # elements
-_GAP = 1 << 12
-"""Bytes. Below that nothing is saved: disks and page caches move whole pages, and a call costs more than the copy."""
-
-
-def _read_strided(fd: int, out: Bits, strides: Shape, offset: int, file: str) -> None:
-    several = [dim for dim, size in enumerate(out.shape) if size > 1]
-    widest_first = sorted(several, key=lambda dim: -strides[dim])
-    order = [several.index(dim) for dim in widest_first]
-    turned = out[tuple(slice(None) if size > 1 else 0 for size in out.shape)].transpose(order)
-    _read_rows(fd, turned, tuple(strides[dim] for dim in widest_first), offset, file)
-
-
-def _read_rows(fd: int, out: Bits, steps: Shape, offset: int, file: str) -> None:
-    """Read into `out` [rows, ...], whose elements lie `steps` apart along each dimension, the widest first."""
-    rows, step = len(out), steps[0]
-    row = 1 + sum((n - 1) * s for n, s in zip(out.shape[1:], steps[1:], strict=True))  # elements that it spans
-    apart = (step - row) * out.itemsize >= _GAP
-    if apart and out.flags.c_contiguous and steps[1:] == contiguous_strides(out.shape[1:]):
-        target, size = out.reshape(-1).view(np.uint8).data, row * out.itemsize
-        for number in range(rows):
-            at = number * size
-            read_exactly(fd, target[at : at + size], offset + number * step * out.itemsize, file)
-    elif apart or row > _STRIDED_READ:
-        for number in range(rows):
-            one, rest = (out[number], steps[1:]) if out.ndim > 1 else (out[number : number + 1], steps)
-            _read_rows(fd, one, rest, offset + number * step * out.itemsize, file)
-    else:
-        at_once = rows if step == 0 else (_STRIDED_READ - row) // step + 1
-        for first in range(0, rows, at_once):
-            part = out[first : first + at_once]
-            buffer = np.empty((len(part) - 1) * step + row, out.dtype)
-            read_exactly(fd, buffer.data.cast("B"), offset + first * step * out.itemsize, file)
-            part[...] = np.lib.stride_tricks.as_strided(buffer, part.shape, [s * out.itemsize for s in steps])
-
-
-def read_exactly(fd: int, buffer: memoryview, offset: int, file: str) -> None:
-    """Fill `buffer` from byte `offset` of an open file, or raise that the file is too short."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise DamagedError(f"{file}: cannot be read at byte {offset + done}: {error.strerror}") from None
-        if count == 0:
-            raise DamagedError(
-                f"{file}: ends at byte {offset + done}, {len(buffer) - done} bytes short; "
-                "the file was truncated: copy it again or use another step"
-            )
-        done += count
-
-
-def write_exactly(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset` of an open file."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from tiny_engine import disk_is_at, halve, make_foreign, names, trained
 
-from milepost.checkpoint.commit import _take_away
 from milepost.checkpoint.diary.events import EVENTS
 from milepost.checkpoint.inventory import PIN
+from milepost.checkpoint.litter import delete_step
 from milepost.checkpoint.lock import LOCK
 from milepost.checkpoint.manifest import MANIFEST, FileRecord, check_files, digest_file, read_manifest
 from milepost.checkpoint.pruning import _touched, carry_out, drop_export, plan_prune, sweepable
@@ -183,8 +183,8 @@ def test_a_save_that_is_on_its_way_is_no_litter(root: Path, monkeypatch: pytest.
 
 
 def test_a_deletion_that_is_cut_off_leaves_litter_and_no_half_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("milepost.checkpoint.commit._remove", lambda path: None)  # killed right after the rename
-    _take_away(root / "global_step_2")
+    monkeypatch.setattr("milepost.checkpoint.litter.remove", lambda path: None)  # killed right after the rename
+    delete_step(root / "global_step_2")
     assert steps(root) == [1, 3, 4, 5]
     assert all(judge(root / f"global_step_{number}").good for number in steps(root))
 

@@ -126,7 +126,9 @@ def test_a_merge_starts_without_what_it_does_not_need(zoo: Path, tmp_path: Path)
         "import sys; from milepost.cli.app import run\n"
         f"assert run(['merge', {str(zoo / 'tied' / 'actor')!r}, {str(tmp_path / 'out')!r}, '--dtype', 'bf16']) == 0\n"
         "heavy = {'typer', 'click', 'pydantic', 'rich', 'multiprocessing', 'concurrent.futures', 'logging'}\n"
-        "heavy |= {'hashlib', 'random', 'tempfile', 'subprocess', 'socket', 'importlib.metadata'}\n"
+        "heavy |= {'hashlib', 'random', 'tempfile', 'subprocess', 'socket', 'importlib.metadata', 'traceback'}\n"
+        "heavy |= {f'milepost.{name}' for name in ('jobs.compare', 'api.comparing', 'api.opening', 'logits')}\n"
+        "heavy |= {f'milepost.checkpoint.{name}' for name in ('resume', 'verify', 'remote.folder')}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

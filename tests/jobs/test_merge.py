@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,10 +196,15 @@ def test_an_error_while_writing_leaves_nothing(zoo: Path, tmp_path: Path, monkey
     import errno
     import os
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    pwrite = os.pwrite
+
+    def full(*arguments: Any) -> int:
+        if arguments[-1]:  # not the head of a file
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(*arguments)
 
     monkeypatch.setattr(os, "copy_file_range", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(WriteError, match="the disk is full"):
         milepost.merge(zoo / "tied" / "actor", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

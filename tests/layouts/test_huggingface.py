@@ -375,5 +375,15 @@ def test_a_config_is_read_or_its_fault_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(DamagedError, match=r"config\.json: not "):
             read_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    assert read_config(tmp_path) == {"model_type": "qwen2"}
+    for key, values in {
+        "model_type": (5, ["llama"], {}),
+        "architectures": (7, "LlamaForCausalLM", [7], {}),
+        "text_config": (5, [1], "x"),
+    }.items():
+        for value in values:
+            (tmp_path / "config.json").write_text(json.dumps({key: value}))
+            with pytest.raises(DamagedError, match=rf"config\.json: {key} is "):
+                read_config(tmp_path)
+    config = {"model_type": "qwen2", "architectures": None, "text_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == config

@@ -24,6 +24,7 @@ from torch import nn
 
 from milepost.errors import CallError, DamagedError, MilepostError, NotFoundError, RefusedError
 from milepost.index import DTYPES, TensorEntry
+from milepost.layouts.huggingface import read_safetensors
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
 
@@ -222,6 +223,13 @@ def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "f.pt").write_bytes(content)
     with pytest.raises(DamagedError, match=r"f\.pt: .*"):
         TorchFile(tmp_path / "f.pt")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f")
+    for read in (TorchFile, read_safetensors):
+        with pytest.raises(DamagedError, match="f: is no regular file"):
+            read(tmp_path / "f")
 
 
 def test_a_file_of_torch_before_1_6_says_what_to_do(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -187,6 +188,20 @@ def test_config_without_a_size_is_refused_by_key() -> None:
     config = {key: value for key, value in TINY.items() if key != "intermediate_size"}
     with pytest.raises(MismatchError, match="lacks intermediate_size"):
         expected({"model_type": "llama", **config})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_of_odd_values_is_refused_by_key_or_understood(family: str) -> None:
+    config = {"model_type": family, **tiny(family)}
+    for key, value in itertools.product([*config, "num_labels", "id2label"], ODD):
+        if key != "model_type":
+            try:
+                assert expected({**config, key: value}) is not None or key == "architectures"
+            except MismatchError as error:
+                assert f" {key}" in str(error) or value is None, (key, value, error)
+
+
+ODD: tuple[Any, ...] = ("64", "", 1.5, True, -3, 0, 10**12, 10**30, [2], [], {}, {"a": 1}, None)
 
 
 def test_number_of_labels_from_id2label_then_num_labels_then_two() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import Picture, entry_of, pictures
 
+from milepost.cast import cast_bits
 from milepost.errors import DamagedError, NotFoundError
 from milepost.index import (
     Bits,
@@ -30,7 +32,7 @@ from milepost.index import (
     contiguous_strides,
     itemsize,
 )
-from milepost.transfer import Window, cast_bits, execute, plan
+from milepost.transfer import Window, execute, plan
 from milepost.transfer.execute import copy_range, window_bytes_for
 
 
@@ -288,13 +290,45 @@ def test_copy_where_the_kernel_copies_little_or_says_nothing(tmp_path: Path, mon
     assert len(calls) > 2
 
 
-def test_another_error_of_the_kernel_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("call", "code", "kind", "says"),
+    [
+        ("preadv", errno.EIO, DamagedError, "^in: cannot be read at byte 3: Input/output error"),
+        ("pwrite", errno.ENOSPC, OSError, "No space left"),
+    ],
+)
+def test_a_copy_that_fails_is_blamed_on_the_side_that_fails(
+    call: str, code: int, kind: type[Exception], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel's own copy says "Input/output error" of either.
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "copy_file_range", fail)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(kind, match=says):
         _copied(tmp_path)
+
+
+@pytest.mark.parametrize("into_file", [True, False])
+def test_more_files_than_a_process_may_open(tmp_path: Path, into_file: bool) -> None:
+    chunks = []
+    for number in range(200):
+        (tmp_path / str(number)).write_bytes(bytes([number]))
+        chunks.append(Chunk(Box((number,), (1,)), ByteSource(str(tmp_path / str(number)), 0, (1,))))
+    entry = TensorEntry("uint8", (200,), chunks)
+    memory = _memory(entry)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    with (tmp_path / "out").open("w+b") as out:
+        sink: Any = OneFile(out.fileno(), entry.shape, "uint8") if into_file else memory
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 150, hard))
+        try:
+            execute(_moving(entry, 7), sink, workers=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        got = os.pread(out.fileno(), 300, 5) if into_file else memory.arrays["w"].tobytes()
+    assert got == bytes(range(200))
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -305,7 +339,7 @@ def test_copy_of_a_short_source_names_it(kernel: bool, tmp_path: Path, monkeypat
     with (
         (tmp_path / "in").open("rb") as source,
         (tmp_path / "out").open("wb") as target,
-        pytest.raises(DamagedError, match=r"^in: ends 5 bytes short"),
+        pytest.raises(DamagedError, match=r"^in: ends at byte 10, 5 bytes short"),
     ):
         copy_range(source.fileno(), 5, target.fileno(), 0, 10, "in")
 

@@ -7,10 +7,10 @@ Exit status: 0 good; 1 the checkpoint is not good, or diff found differences; 2 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -27,12 +27,19 @@ def main() -> NoReturn:
         # OpenBLAS, which numpy brings, starts a thread a core, and each spins for a while whether a product comes or
         # not. The reading commands share out their own work.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    sys.exit(run(sys.argv[1:]))
+    _mend_streams()
+    status = run(sys.argv[1:])
+    # What is left ends with the process: a collector that looks through all of it on the way out costs as much as the
+    # imports of a small merge.
+    gc.freeze()
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, _terminate)
     try:
         result = _call(list(arguments))
         sys.stdout.flush()
@@ -51,8 +58,10 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         from milepost.wording import disk_error  # noqa: PLC0415  on the way to an error, start-up time counts no more
 
+        # What writes says itself what was refused: this is something that was to be read, or stdout.
+        why = "cannot be read: permission denied" if isinstance(error, PermissionError) else disk_error(error)
         place = f"{error.filename}: " if error.filename else ""
-        return _fail(CallError.exit_status, f"{place}{disk_error(error)}")
+        return _fail(CallError.exit_status, f"{place}{why}")
     except Exception as error:  # noqa: BLE001  the one handler of last resort
         return _fail(3, f"internal error: {type(error).__name__}: {error} (MILEPOST_DEBUG=1 shows where)")
     return result if isinstance(result, int) else 0
@@ -77,11 +86,23 @@ def _reader_gone() -> int:
 
 def _fail(status: int, message: str) -> int:
     if os.environ.get("MILEPOST_DEBUG") == "1":
+        import traceback  # noqa: PLC0415  as above
+
         traceback.print_exc()
     print(f"milepost: {message}", file=sys.stderr)
     return status
 
 
-def _terminate(_number: int, _frame: object) -> NoReturn:
-    """SIGTERM unwinds as Ctrl-C does, so that temporary directories go."""
-    raise SystemExit(128 + signal.SIGTERM)
+def _terminate(number: int, _frame: object) -> NoReturn:
+    """SIGTERM, and a terminal that is closed, unwind as Ctrl-C does, so that temporary directories go."""
+    raise SystemExit(128 + number)
+
+
+def _mend_streams() -> None:
+    """Have streams though the caller closed theirs: a file of a checkpoint would get their numbers. Paths may hold
+    bytes that are no text; they leave as they came."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")

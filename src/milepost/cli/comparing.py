@@ -6,20 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from milepost.api import TestCall, logits_of
+from milepost.api.comparing import TestCall, logits_of
 from milepost.cli.declared import Argument, Option
 from milepost.cli.options import (
-    CpuInit,
     Directory,
-    Json,
     LocalDir,
-    Quiet,
-    TrustRemoteCode,
     found,
     of_call,
     one,
     print_json,
-    say_unused,
     takes_urls,
 )
 from milepost.console import bytes_progress, note
@@ -35,12 +30,10 @@ def test(
     reference: Annotated[Path | None, Argument(metavar="HF_DIR", help="The model to compare with.")] = None,
     local_dir: LocalDir = None,
     test_hf_dir: Annotated[Path | None, Option("--test_hf_dir", help="The same as HF_DIR.", show_default=False)] = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    trust_remote_code: TrustRemoteCode = False,
-    use_cpu_initialization: CpuInit = False,
     *,
     call: TestCall,
+    json_: bool,
+    quiet: bool,
 ) -> None:
     """Compare a checkpoint with a Hugging Face model.
 
@@ -49,7 +42,6 @@ def test(
 
     Example: milepost test checkpoints/project/run my-model
     """
-    say_unused(trust_remote_code=trust_remote_code, use_cpu_initialization=use_cpu_initialization)
     source = one("DIR", "--local_dir", directory, local_dir)
     other = one("HF_DIR", "--test_hf_dir", reference, test_hf_dir)
     located, part = found(source, call.role, call.backend, quiet)

@@ -8,10 +8,6 @@ from typing import Annotated
 
 from milepost.cli.declared import Argument, Option
 from milepost.cli.options import (
-    CpuInit,
-    Json,
-    Quiet,
-    TrustRemoteCode,
     of_call,
     one,
     print_json,
@@ -33,14 +29,12 @@ def convert(
     output: Annotated[Path | None, Argument(metavar="OUT", help="Where the checkpoint goes.")] = None,
     hf_model_path: Annotated[Path | None, Option("--hf_model_path", help="The same as HF.", show_default=False)] = None,
     output_path: Annotated[Path | None, Option("--output_path", help="The same as OUT.", show_default=False)] = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    trust_remote_code: TrustRemoteCode = False,
-    use_cpu_initialization: CpuInit = False,
     pp_size: _Size = None,
     ep_size: _Experts = None,
     *,
     call: ConvertOptions,
+    json_: bool,
+    quiet: bool,
 ) -> None:
     """Write a Hugging Face model as a dist checkpoint of Megatron.
 
@@ -55,12 +49,7 @@ def convert(
 
     Example: milepost convert Qwen2.5-7B qwen-megatron --test
     """
-    say_unused(
-        trust_remote_code=trust_remote_code,
-        use_cpu_initialization=use_cpu_initialization,
-        pp_size=pp_size is not None,
-        ep_size=ep_size is not None,
-    )
+    say_unused(pp_size=pp_size is not None, ep_size=ep_size is not None)
     source = one("HF", "--hf_model_path", model, hf_model_path)
     target = one("OUT", "--output_path", output, output_path)
     launch = this_launch()

@@ -7,20 +7,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-from milepost.api import MergeCall, bytes_checked, check_bytes
+from milepost.api.merging import MergeCall, bytes_checked, check_bytes
 from milepost.cli.declared import Argument, Option
 from milepost.cli.options import (
-    CpuInit,
     Directory,
-    Json,
     LocalDir,
-    Quiet,
-    TrustRemoteCode,
     found,
     of_call,
     one,
     print_json,
-    say_unused,
     takes_urls,
     team_at,
     this_launch,
@@ -35,15 +30,15 @@ from milepost.wording import duration, file_size
 @of_call(MergeCall)
 def merge(
     directory: Directory = None,
-    output: Annotated[Path | None, Argument(metavar="OUT", help="Where the model goes.")] = None,
+    output: Annotated[
+        Path | None, Argument(metavar="OUT", help="Where the model goes: a new or empty directory, unless --overwrite.")
+    ] = None,
     local_dir: LocalDir = None,
     target_dir: Annotated[Path | None, Option("--target_dir", help="The same as OUT.", show_default=False)] = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    trust_remote_code: TrustRemoteCode = False,
-    use_cpu_initialization: CpuInit = False,
     *,
     call: MergeCall,
+    json_: bool,
+    quiet: bool,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory.
 
@@ -55,7 +50,6 @@ def merge(
 
     Example: milepost merge checkpoints/project/run my-model --dtype bf16
     """
-    say_unused(trust_remote_code=trust_remote_code, use_cpu_initialization=use_cpu_initialization)
     source = one("DIR", "--local_dir", directory, local_dir)
     launch = this_launch()
     call.check_upload()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 from milepost.checkpoint.locate import Located
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.parts import locate_part
-from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.steps import judge
 from milepost.cli.declared import Argument, Option
 from milepost.console import note
@@ -34,26 +33,35 @@ Quiet = Annotated[bool, Option("-q", "--quiet", help="Print results only.")]
 
 Call = TypeVar("Call")
 
-# Options of verl's merger and converter that mean nothing here: its habits keep working, with one note.
-TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", hidden=True)]
-CpuInit = Annotated[bool, Option("--use_cpu_initialization", hidden=True)]
-
 FORMAT = 1
+
+_OUTPUT = {"json_": Json, "quiet": Quiet}
+# Options of verl's merger and converter that mean nothing here: its habits keep working, with one note.
+_UNUSED = {
+    "trust_remote_code": Annotated[bool, Option("--trust-remote-code", hidden=True)],
+    "use_cpu_initialization": Annotated[bool, Option("--use_cpu_initialization", hidden=True)],
+}
 
 
 def of_call(kind: type[Call]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make options of the settings of a dataclass (`milepost.settings`); a command gets them in one object, `call`."""
+    """Make options of the settings of a dataclass (`milepost.settings`), which a command gets in one object, `call`.
+
+    It also gets `json_` and `quiet`, for the options of every such command.
+    """
 
     def change(command: Callable[..., None]) -> Callable[..., None]:
         known = declared(kind)
 
         @wraps(command)
         def with_options(**given: Any) -> None:
+            say_unused(**{name: given.pop(name) for name in _UNUSED})
             command(call=made(kind, {name: given.pop(name) for name in known}), **given)
 
         hints = get_type_hints(command, include_extras=True)
-        own = [p for p in signature(command).parameters.values() if p.name != "call"]
+        own = [p for p in signature(command).parameters.values() if p.name not in ("call", *_OUTPUT)]
         parameters = {p.name: p.replace(annotation=hints[p.name]) for p in own}
+        for name, annotation in (_OUTPUT | _UNUSED).items():
+            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, (hint, default, facts) in known.items():
             shown = facts[SIZE] or (default if default != () else None)
             parameters[name] = Parameter(
@@ -96,7 +104,7 @@ def takes_urls(*names: str) -> Callable[[Callable[..., None]], Callable[..., Non
     def change(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def with_copies(**given: Any) -> None:
-            urls = {name: url for name in names if (url := url_of(given.get(name) or "")) is not None}
+            urls = {name: url for name in names if (url := _url_of(given.get(name))) is not None}
             if not urls:
                 command(**given)
                 return
@@ -108,6 +116,14 @@ def takes_urls(*names: str) -> Callable[[Callable[..., None]], Callable[..., Non
         return with_copies
 
     return change
+
+
+def _url_of(path: Path | None) -> str | None:
+    if ":/" not in str(path):
+        return None
+    from milepost.checkpoint.remote.folder import url_of  # noqa: PLC0415  most calls name none
+
+    return url_of(str(path))
 
 
 def one(argument: str, option: str, first: Path | None, second: Path | None) -> Path:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from milepost.checkpoint.commit import sweep
 from milepost.checkpoint.diary.status import numbers, require_run
 from milepost.checkpoint.inventory import retention_of
+from milepost.checkpoint.litter import sweep
 from milepost.checkpoint.pruning import STEP, Going, Marks, alone, carry_out, pin, plan_prune, sweepable
 from milepost.checkpoint.remote.folder import url_of
 from milepost.checkpoint.retention import Decision, Retention

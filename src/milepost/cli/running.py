@@ -13,7 +13,7 @@ from milepost.console import note
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory (trainer.default_local_dir).")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config values; milepost config lists them.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Config values; milepost config lists them.", show_default=False),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file over the defaults, under KEY=VALUE.", show_default=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,15 +13,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from milepost.cast import cast_bits
 from milepost.checkpoint.comm import Communicator, on_rank_0, together
 from milepost.errors import MismatchError, WriteError
-from milepost.index import Bits, Chunk, TensorIndex, bits_dtype, itemsize
+from milepost.fileio import strided, write_exactly
+from milepost.index import Chunk, TensorIndex, bits_dtype, itemsize
 from milepost.integrations import gather
 from milepost.integrations.live import LiveModel, dtype_name, global_shape, is_deepspeed_engine
 from milepost.jobs.prepare import under_cast
 from milepost.layouts.safetensors import SafetensorsWriter
 from milepost.transfer import plan
-from milepost.transfer.cast import cast_bits
 
 STREAM, GATHER, DIRECT = METHODS = ("stream", "gather", "direct")
 PATIENCE = 30.0
@@ -91,17 +91,10 @@ class _Files:
             for window in plan(self._index, [(name, chunk.box)], _WINDOW_BYTES):
                 for piece in window.pieces:
                     start = piece.source.start() // itemsize(self._index[name].dtype)
-                    strides = [stride * flat.itemsize for stride in piece.source.strides]
-                    bits = np.lib.stride_tricks.as_strided(flat[start:], piece.box.sizes, strides)
+                    bits = strided(flat[start:], piece.box.sizes, piece.source.strides)
                     fd, offset = self._writer.file_range(name, piece.box)
-                    _write(fd, cast_bits(bits, dtype, self._writer.dtype(name)), offset)
-
-
-def _write(fd: int, bits: Bits, offset: int) -> None:
-    view = np.ascontiguousarray(bits).reshape(-1).data.cast("B")
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
+                    bits = np.ascontiguousarray(cast_bits(bits, dtype, self._writer.dtype(name)))
+                    write_exactly(fd, bits.reshape(-1).data.cast("B"), offset)
 
 
 def _stream(model: LiveModel, group: list[str], masters: bool, put: _Put | None) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import xxhash
 
-from milepost.checkpoint.comm import default_communicator, on_rank_0, together
-from milepost.checkpoint.commit import agree
+from milepost.checkpoint.comm import agree, default_communicator, on_rank_0, together
 from milepost.checkpoint.meeting import meet_all
 from milepost.errors import CallError, MismatchError, WriteError
 from milepost.index import TensorIndex

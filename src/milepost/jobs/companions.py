@@ -94,6 +94,6 @@ def _read_yaml(path: Path) -> Any:
     import yaml  # noqa: PLC0415  few checkpoints have one
 
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None  # any program can have left a file of this name: it only helps where it says something

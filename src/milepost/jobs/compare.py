@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 import numpy as np
 import numpy.typing as npt
 
+from milepost.cast import cast_bits, cast_dtype
 from milepost.errors import CallError
 from milepost.index import Bits, TensorEntry, TensorIndex
 from milepost.settings import setting
-from milepost.transfer import Window, cast_bits, cast_dtype, windows
+from milepost.transfer import Window, windows
 from milepost.transfer.execute import OpenFiles, Progress, Update, read_as, read_window, window_bytes_for
 
 
@@ -20,7 +21,7 @@ from milepost.transfer.execute import OpenFiles, Progress, Update, read_as, read
 class CompareOptions:
     """How to compare. Sizes in bytes."""
 
-    dtype: str = setting("keep", "keep, bf16, fp16 or fp32. Integers keep their type.")
+    dtype: str = setting("keep", "As what it was merged: keep, bf16, fp16 or fp32.")
     atol: float = setting(0.0, "Absolute tolerance; 0 with --rtol 0: bit for bit.")
     rtol: float = setting(0.0, "Tolerance relative to the reference.")
     memory_limit: int = setting("1GiB", "Bound on the memory for tensor data.", size=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from milepost.cast import cast_dtype
 from milepost.errors import MismatchError
 from milepost.index import Box, Shape, TensorIndex
 from milepost.jobs.lora_training import DIRECTORY, Target, Training, shapes_in_memory
@@ -17,7 +18,7 @@ from milepost.layouts.huggingface import ADAPTER_CONFIG, WEIGHTS
 from milepost.layouts.safetensors import SafetensorsWriter
 from milepost.mapping import Mapped
 from milepost.mapping.lora import BASE_LAYER, Factors, LoraRun, owner_of, parameter_of
-from milepost.transfer import cast_dtype, execute, plan
+from milepost.transfer import execute, plan
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -103,7 +104,7 @@ def write_adapter(adapter: AdapterExport, directory: Path, dtype: str, window_by
         execute(plan(adapter.index, wanted, window_bytes), writer, workers=workers)
     (directory / WEIGHTS).rename(directory / ADAPTER_WEIGHTS)
     text = json.dumps(adapter.config, indent=2, sort_keys=True, ensure_ascii=False)
-    (directory / ADAPTER_CONFIG).write_text(text + "\n")
+    (directory / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     sync_tree(directory)
 
 

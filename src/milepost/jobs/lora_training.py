@@ -151,7 +151,7 @@ def find_training(directories: Iterable[Path], alpha: float | None) -> Training:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
         alpha = config.get("lora_alpha", 0)
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"lora_alpha is {alpha}")

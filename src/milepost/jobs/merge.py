@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from milepost.errors import WriteError
+from milepost.errors import DamagedError, WriteError
 from milepost.index import DTYPES, Box, TensorEntry, TensorIndex
 from milepost.jobs.companions import files_of
 from milepost.jobs.output import EXPORT, output_directory
@@ -191,11 +191,15 @@ def export(
 
 def write_companions(model: HuggingFaceModel, written: TensorIndex, directory: Path) -> None:
     """Copy the companions byte for byte; config.json too, unless it must say something else to be true."""
-    for path in files_of(model.companions, model.tokenizer):
-        shutil.copyfile(path, directory / path.name)
+    try:
+        for path in files_of(model.companions, model.tokenizer):
+            with path.open("rb") as source, (directory / path.name).open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+    except PermissionError as error:
+        raise DamagedError(f"{error.filename}: cannot be read: {error.strerror}") from None
     config = with_dtype(model.config, main_dtype(written), part_dtypes(written, model.config))
     if config != read_config(model.companions):
-        (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main_dtype(index: TensorIndex) -> str:

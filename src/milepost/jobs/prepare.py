@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from milepost.cast import cast_dtype
 from milepost.errors import CallError, CheckpointError, NotFoundError
 from milepost.index import TensorIndex
 from milepost.jobs.companions import companions_of, find_tokenizer
@@ -16,7 +17,6 @@ from milepost.mapping import FAMILIES, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICA
 from milepost.mapping.dialects import MEGATRON
 from milepost.mapping.wrappers import VALUE, has_adapter, take_part
 from milepost.settings import setting
-from milepost.transfer.cast import cast_dtype
 from milepost.transfer.execute import Update
 
 if TYPE_CHECKING:  # what concerns adapters is imported where there is one: the start of a small merge is half of it
@@ -44,7 +44,9 @@ class ModelOptions:
     )
     lora: str = setting(KEEP, "A LoRA adapter: keep (lora_adapter/, base model beside it) or merge into one.")
     lora_alpha: float | None = setting(None, "The adapter's alpha, where no file says it.", flag="--lora-alpha")
-    allow_missing: tuple[str, ...] = setting((), "Tensors that may be missing.", flag="--allow-missing", metavar="GLOB")
+    allow_missing: tuple[str, ...] = setting(
+        (), "Tensors that may be missing; may be repeated.", flag="--allow-missing", metavar="GLOB"
+    )
     part: str | None = None
 
 

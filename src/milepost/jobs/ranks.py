@@ -33,7 +33,7 @@ from typing import Any
 
 from milepost.errors import CallError, CheckpointError, DamagedError, MilepostError, WriteError
 from milepost.jobs.checksums import FileRecord
-from milepost.jobs.output import EXPORT, Kind, output_directory
+from milepost.jobs.output import EXPORT, Kind, output_directory, place_of
 from milepost.wording import disk_error
 
 _POLL = 0.1  # seconds between two looks at the meeting
@@ -87,9 +87,9 @@ class Team:
 
     def __init__(self, launch: Launch, target: Path, *, patience: float = _PATIENCE) -> None:
         self.rank, self.size = launch.rank, launch.size
-        self._target = target.absolute()
+        self._target = place_of(target)
         self._patience = patience
-        self._place = self._target.with_name(f".{target.name}.{launch.key}.ranks")
+        self._place = self._target.with_name(f".{self._target.name}.{launch.key}.ranks")
         self._nonce = os.urandom(8).hex()
         self._ended = Event()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last sign of life, and when it was noticed

@@ -16,10 +16,10 @@ written as zip64, as torch's reader and Python's zipfile know it.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from milepost.crc import crc32
 from milepost.layouts.archive_writer import ALIGNMENT
 
 _LIMIT = 0xFFFF_FFFF  # a number of 32 bits that says: look at the zip64 field
@@ -115,9 +115,9 @@ class ArchiveStream:
         return found + _whole(self._back) + self._directory(crcs)
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
-        known = [zlib.crc32(record.content or b"") for record in self._front]
+        known = [crc32(record.content or b"") for record in self._front]
         records = (*self._front, *self._data, self._back)
-        checksums = (*known, *crcs, zlib.crc32(self._back.content or b""))
+        checksums = (*known, *crcs, crc32(self._back.content or b""))
         rows = b"".join(record.entry(crc) for record, crc in zip(records, checksums, strict=True))
         count, at = len(records), self._back.end
         end = _END.pack(
@@ -166,7 +166,7 @@ def _placed(name: str, header: int, size: int, content: bytes | None = None) -> 
 def _whole(record: _Record) -> bytes:
     """A record whose bytes are known."""
     content = record.content or b""
-    return record.local() + content + record.descriptor(zlib.crc32(content))
+    return record.local() + content + record.descriptor(crc32(content))
 
 
 def _zip64(*numbers: int) -> bytes:

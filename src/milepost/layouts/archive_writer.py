@@ -14,13 +14,11 @@ byte of them is there. Their CRC-32, which stands before and behind them, comes 
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from milepost.crc import crc32
 from milepost.errors import RefusedError
 from milepost.index import Shape, contiguous_strides, itemsize
 from milepost.layouts.pickling import Call, Global, Persistent, dumps
@@ -49,45 +47,6 @@ STORAGES = MappingProxyType(
     }
 )
 """Element type -> the storage class that has it in torch's pickles. Younger types have none."""
-
-
-def crc32_of_both(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes, from those of each and the length in bytes of the second.
-
-    To append a byte of zeros is a linear map of the 32 bits, so `length` of them are its power (as zlib's
-    crc32_combine).
-    """
-    for power in range(length.bit_length()):
-        if length >> power & 1:
-            first = _times(_zeros(power), first)
-    return first ^ second
-
-
-_ONE_ZERO_BIT = (0xEDB88320, *(1 << n for n in range(31)))
-Matrix = Sequence[int]
-
-
-@cache
-def _zeros(power: int) -> Matrix:
-    """What 2 ** power bytes of zeros do."""
-    if power:
-        return _squared(_zeros(power - 1))
-    return _squared(_squared(_squared(_ONE_ZERO_BIT)))
-
-
-def _times(matrix: Matrix, vector: int) -> int:
-    total = 0
-    for column in matrix:
-        if not vector:
-            break
-        if vector & 1:
-            total ^= column
-        vector >>= 1
-    return total
-
-
-def _squared(matrix: Matrix) -> Matrix:
-    return [_times(matrix, column) for column in matrix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +122,7 @@ def _planned(data_pkl: bytes, nbytes: int | None) -> Archive:
     head = b""
     records: list[_Record] = []
     for name, content in (("data.pkl", data_pkl), ("byteorder", b"little"), ("version", b"3\n")):
-        record = _Record(f"archive/{name}".encode(), len(head), len(content), zlib.crc32(content))
+        record = _Record(f"archive/{name}".encode(), len(head), len(content), crc32(content))
         records.append(record)
         head += _local(record, 0) + content
     if nbytes is not None:

@@ -61,10 +61,13 @@ class IndexCache:
         self._files = [str(file) for file in files]
         self._states = _states(self._files)
         paths = "\n".join(str(file.absolute()) for file in files)
-        self._place = _directory() / xxhash.xxh3_128_hexdigest(os.fsencode(paths))
+        directory = _directory()
+        self._place = None if directory is None else directory / xxhash.xxh3_128_hexdigest(os.fsencode(paths))
 
     def read(self) -> Kept | None:
         """The kept index, or None where there is none that counts."""
+        if self._place is None:
+            return None
         try:
             with self._place.open("rb") as file:
                 facts = os.fstat(file.fileno())
@@ -85,7 +88,7 @@ class IndexCache:
 
     def write(self, entries: Mapping[str, TensorEntry], facts: Mapping[str, Any]) -> None:
         """Keep an index that has just been read, if it is large and its files have not changed since."""
-        if sum(len(entry.chunks) for entry in entries.values()) < LARGE:
+        if self._place is None or sum(len(entry.chunks) for entry in entries.values()) < LARGE:
             return
         newest = max(max(state[1:3]) for state in self._states)
         if _states(self._files) != self._states or newest / 1e9 > time.time() - _SETTLED:
@@ -103,9 +106,13 @@ class IndexCache:
             return  # a cache is no reason to fail
 
 
-def _directory() -> Path:
+def _directory() -> Path | None:
+    """Where indexes are kept; None for a user without a home, as containers have them."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path("~/.cache").expanduser()) / "milepost" / "index"
+    try:
+        return (Path(base) if base.startswith("/") else Path("~/.cache").expanduser()) / "milepost" / "index"
+    except RuntimeError:
+        return None
 
 
 def _states(files: Iterable[str]) -> list[list[int]]:

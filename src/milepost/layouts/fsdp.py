@@ -82,15 +82,6 @@ def _read(models: list[Path], optimizer: list[Path]) -> tuple[dict[str, TensorEn
     return entries | moments, {"groups": groups is not None, "unread": []}
 
 
-def missing_files(directory: Path) -> list[str]:
-    """Names of rank files that must be there, given those that are; empty for a whole checkpoint."""
-    found = _rank_files(directory)
-    world_size = _world_size(directory, found)
-    kinds = {kind for kind, _, _ in found} | {"model"}
-    wanted = {(kind, world_size, rank) for kind in kinds for rank in range(world_size)}
-    return [rank_file(*key) for key in sorted(wanted - found)]
-
-
 def _rank_files(directory: Path) -> set[tuple[str, int, int]]:
     matches = (_RANK_FILE.fullmatch(path.name) for path in directory.iterdir())
     return {(m[1], int(m[2]), int(m[3])) for m in matches if m}
@@ -103,7 +94,7 @@ def _world_size(directory: Path, found: set[tuple[str, int, int]]) -> int:
     config = directory / CONFIG_FILE
     if config.exists():
         try:
-            noted = int(json.loads(config.read_text())["world_size"])
+            noted = int(json.loads(config.read_bytes())["world_size"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{config}: not a config of FSDP files ({error})") from None
         if noted not in sizes:

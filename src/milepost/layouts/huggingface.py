@@ -10,13 +10,16 @@ directory with `pytorch_model.bin` is read too. Format: https://huggingface.co/d
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError, NotFoundError
+from milepost.fileio import open_to_read
 from milepost.index import DTYPES, Box, ByteSource, Chunk, TensorEntry, TensorIndex, contiguous_strides
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
@@ -36,6 +39,16 @@ SUBDIRECTORY = "huggingface"
 MAX_HEADER = 100_000_000
 """Longest header that safetensors' own reader takes, in bytes."""
 
+_CONFIG_FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
+    {
+        "model_type": ("a name", lambda value: isinstance(value, str)),
+        "architectures": (
+            "a list of names",
+            lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        ),
+        "text_config": ("a config", lambda value: isinstance(value, dict)),
+    }
+)
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _BY_CODE = {dtype.safetensors: dtype.name for dtype in DTYPES.values()}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp")
@@ -86,7 +99,7 @@ def _read_shards(
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_bytes())["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
     except _MALFORMED as error:
         raise DamagedError(f"{path}: not an index of weights ({error})") from None
@@ -98,8 +111,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def read_safetensors(path: Path) -> dict[str, TensorEntry]:
     """Entries of one safetensors file, in the order of its header; every range is checked against the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size or length > MAX_HEADER:
@@ -189,7 +202,7 @@ def find_companions(role_directory: Path) -> Path | None:
 def _is_model_config(directory: Path) -> bool:
     """Whether a config.json here is a model's: in a directory above, any program can have left one."""
     try:
-        return "model_type" in json.loads((directory / CONFIG).read_text())
+        return "model_type" in json.loads((directory / CONFIG).read_bytes())
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 
@@ -198,13 +211,16 @@ def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a directory."""
     path = directory / CONFIG
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFoundError(f"{path}: no such file; give the model's directory with --hf_model_path") from None
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise DamagedError(f"{path}: not a JSON object")
+    for key, (what, fits) in _CONFIG_FORMS.items():
+        if config.get(key) is not None and not fits(config[key]):
+            raise DamagedError(f"{path}: {key} is {config[key]!r:.40}, not {what}")
     return config
 
 

@@ -6,18 +6,18 @@ sink for transfers (`milepost.transfer.Sink`): it tells where in which file a bo
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Container, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from milepost.errors import CheckpointError
+from milepost.fileio import write_exactly
 from milepost.index import Bits, Box, Shape, TensorEntry, contiguous_strides, itemsize
 from milepost.layouts.huggingface import WEIGHTS, WEIGHTS_INDEX, header_bytes
+from milepost.layouts.new_files import new_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +68,27 @@ class SafetensorsWriter:
         max_shard_size: int,
         only: Container[str] | None = None,
     ) -> None:
-        self.directory = directory
-        self.files: dict[str, int] = {}
         self._places: dict[str, Place] = {}
         shards = shard_files(tensors, max_shard_size)
-        mine = [file for file in shards if only is None or file in only]
-        try:
-            for file in mine:
-                self._create(file, {name: tensors[name] for name in shards[file]})
+        mine = {file: names for file, names in shards.items() if only is None or file in only}
+        heads = {
+            file: header_bytes((name, tensors[name].dtype, tensors[name].shape) for name in mine[file]) for file in mine
+        }
+        sizes = {
+            file: len(heads[file][0]) + sum(tensors[name].nbytes for name in names) for file, names in mine.items()
+        }
+        with ExitStack() as stack:
+            files = stack.enter_context(new_files(directory, sizes))
+            for file, (head, offsets) in heads.items():
+                write_exactly(files[file], head, 0)
+                for name in mine[file]:
+                    self._places[name] = Place(files[file], offsets[name], tensors[name].dtype, tensors[name].shape)
             if len(shards) > 1 and next(iter(shards)) in mine:
                 weight_map = {name: file for file, names in shards.items() for name in names}
                 total = sum(entry.nbytes for entry in tensors.values())
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        except BaseException:
-            self._close()
-            raise
-
-    def _create(self, file: str, tensors: Mapping[str, TensorEntry]) -> None:
-        head, offsets = header_bytes((name, entry.dtype, entry.shape) for name, entry in tensors.items())
-        size = len(head) + sum(entry.nbytes for entry in tensors.values())
-        fd = self.files[file] = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        allocate(fd, size)
-        os.pwrite(fd, head, 0)
-        for name, entry in tensors.items():
-            self._places[name] = Place(fd, offsets[name], entry.dtype, entry.shape)
+            self._open = stack.pop_all()
 
     def dtype(self, name: str) -> str:
         """The element type in which the tensor is written."""
@@ -116,30 +112,8 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                for fd in self.files.values():
-                    os.fsync(fd)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        for fd in self.files.values():
-            os.close(fd)
-        self.files = {}
-
-
-def allocate(fd: int, size: int) -> None:
-    """Reserve the space, so that a full disk is found before the work, where the file system can."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.ftruncate(fd, size)
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str, nested: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import io
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from milepost.crc import crc32
 from milepost.errors import DamagedError, NotFoundError, RefusedError
-from milepost.index import Box, ByteSource, Chunk, TensorEntry, itemsize, read_exactly
+from milepost.fileio import open_to_read, read_exactly
+from milepost.index import Box, ByteSource, Chunk, TensorEntry, itemsize
 from milepost.layouts import pickles
 from milepost.layouts.pickles import TensorRef
 
@@ -67,7 +68,7 @@ class TorchFile:
         self._records: dict[str, ZipRecord] = {}
         where = str(path) if span is None else f"{path}, bytes {span[0]} to {sum(span)}"
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_to_read(path) as file:
                 start, length = span or (0, os.fstat(file.fileno()).st_size)
                 with zipfile.ZipFile(_Part(file.fileno(), start, length)) as archive:
                     # records end where the directory begins
@@ -118,7 +119,7 @@ class TorchFile:
             raise DamagedError(f"{self.path}: has no record {name}, so torch.save did not write it whole")
         buffer = bytearray(record.size)
         read_exactly(fd, memoryview(buffer), record.start, str(self.path))
-        if self.has_checksums and zlib.crc32(buffer) != record.crc32:
+        if self.has_checksums and crc32(buffer) != record.crc32:
             raise DamagedError(f"{self.path}: record {name} was altered: its CRC-32 differs")
         return bytes(buffer)
 
@@ -141,7 +142,7 @@ class TorchFile:
                 crc = 0
                 for start in range(0, record.size, _BLOCK):
                     data = os.pread(file.fileno(), min(_BLOCK, record.size - start), record.start + start)
-                    crc = zlib.crc32(data, crc)
+                    crc = crc32(data, crc)
                     if progress is not None:
                         progress(len(data))
                 if crc != record.crc32:

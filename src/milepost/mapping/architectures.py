@@ -11,11 +11,13 @@ from milepost.mapping.families import FAMILIES
 from milepost.mapping.rules import (
     BASE,
     CAUSAL_LM,
+    MANY,
     SEQUENCE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
     Family,
     Rule,
     Settings,
+    number,
 )
 
 Config = Mapping[str, Any]
@@ -76,7 +78,7 @@ def expected(config: Config) -> Architecture | None:
     renamed: dict[str, str] = {}
     fused: dict[str, tuple[tuple[str, ...], ...]] = {}
     for rule in family.memory:
-        experts = range(settings[family.experts]) if rule.stacked else range(1)
+        experts = range(number(settings, family.experts, most=MANY)) if rule.stacked else range(1)
         for layer in family.layers_of(rule.layers, settings):
             name = saved(rule.name.format(layer=layer))
             parts = tuple(tuple(saved(part.format(layer=layer, expert=e)) for part in rule.parts) for e in experts)
@@ -108,7 +110,7 @@ def _names(pattern: str, layers: str, family: Family, settings: Settings) -> lis
     """All names that a rule stands for."""
     if "{layer}" not in pattern:
         return [pattern]
-    experts = range(settings[family.experts]) if "{expert}" in pattern else range(1)
+    experts = range(number(settings, family.experts, most=MANY)) if "{expert}" in pattern else range(1)
     return [
         pattern.format(layer=layer, expert=expert) for layer in family.layers_of(layers, settings) for expert in experts
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from milepost.errors import MismatchError
 from milepost.mapping.rules import (
     BASE,
     CAUSAL_LM,
@@ -20,6 +21,7 @@ from milepost.mapping.rules import (
     Settings,
     in_layers,
     linear,
+    number,
     tensor,
 )
 
@@ -199,13 +201,16 @@ def _every_layer(settings: Settings, layer: int) -> bool:
 
 
 def _every_nth_layer(settings: Settings, layer: int) -> bool:
-    if not settings["num_experts"] or layer in (settings["mlp_only_layers"] or ()):
+    dense = settings["mlp_only_layers"] or ()
+    if not isinstance(dense, list | tuple):
+        raise MismatchError(f"config.json says {dense!r:.40} for mlp_only_layers, which is to be a list of layers")
+    if not settings["num_experts"] or layer in dense:
         return False
-    return bool((layer + 1) % settings["decoder_sparse_step"] == 0)
+    return (layer + 1) % number(settings, "decoder_sparse_step", 1) == 0
 
 
 def _after_the_first(settings: Settings, layer: int) -> bool:
-    return bool(layer >= settings["first_k_dense_replace"])
+    return layer >= number(settings, "first_k_dense_replace")
 
 
 MIXTRAL = Family(

@@ -88,9 +88,10 @@ def to_huggingface(
         notes.append(f"a value model: config.json now says {true_config['architectures'][0]}")
     architecture = expected(true_config)
     if architecture is not None:
-        index, ignored = drop_ignored(to_saved_form(index, architecture), architecture)
+        saved = to_saved_form(index, architecture)
+        index, ignored = drop_ignored(saved, architecture)
         if ignored:
-            notes.append(f"left out, as the model does not need them: {ignored} tensors")
+            notes.append(_left_out(ignored, saved, true_config))
     tied = ties(index, true_config, architecture)
     index = untie(index, tied)
     if architecture is None and complete:
@@ -148,10 +149,19 @@ def _unfuse(
     }
 
 
-def drop_ignored(index: TensorIndex, architecture: Architecture) -> tuple[TensorIndex, int]:
-    """The index without the tensors that old files hold and the architecture does not need, and how many these were."""
-    kept = {name: entry for name, entry in index.items() if not _matches(name, architecture.ignored)}
-    return index.with_entries(kept), len(index) - len(kept)
+def drop_ignored(index: TensorIndex, architecture: Architecture) -> tuple[TensorIndex, list[str]]:
+    """The index without the tensors that old files hold and the architecture does not need, and the names of these."""
+    ignored = [name for name in index if _matches(name, architecture.ignored)]
+    dropped = set(ignored)
+    return index.with_entries({name: entry for name, entry in index.items() if name not in dropped}), ignored
+
+
+def _left_out(ignored: Sequence[str], index: TensorIndex, config: Config) -> str:
+    further = f"model.layers.{config.get('num_hidden_layers')}."
+    reason = ""
+    if any(split(name)[0].startswith(further) for name in ignored):
+        reason = f" ({further}* is multi-token prediction (MTP), which transformers does not build)"
+    return f"left out, as the model does not need them: {_listed(_collapsed(ignored, index))}{reason}"
 
 
 def ties(index: TensorIndex, config: Config, architecture: Architecture | None) -> Mapping[str, str]:

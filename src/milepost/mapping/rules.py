@@ -24,6 +24,9 @@ BASE = "base"
 Settings = Mapping[str, Any]
 """config.json with the family's defaults filled in."""
 
+MANY = 100_000
+"""More layers, and more experts, than any model has: each is a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -137,13 +140,15 @@ class Family:
         filled["num_labels"] = num_labels(config)
         if filled.get("num_key_value_heads") is None:
             filled["num_key_value_heads"] = filled["num_attention_heads"]
+        for key, least in (("num_attention_heads", 1), ("num_key_value_heads", 1), ("num_hidden_layers", 0)):
+            number(filled, key, least)
         if filled.get("head_dim") is None:
-            filled["head_dim"] = filled["hidden_size"] // filled["num_attention_heads"]
+            filled["head_dim"] = number(filled, "hidden_size") // filled["num_attention_heads"]
         return filled
 
     def layers_of(self, kind: str, settings: Settings) -> list[int]:
         """The numbers of the layers of one kind."""
-        every = range(settings["num_hidden_layers"])
+        every = range(number(settings, "num_hidden_layers", most=MANY))
         return [layer for layer in every if kind == "all" or self.is_moe(settings, layer) == (kind == "moe")]
 
 
@@ -155,14 +160,25 @@ class _Settings(dict[str, Any]):
 def num_labels(config: Mapping[str, Any]) -> int:
     """Number of outputs of a classification head, as transformers reads it: from id2label, num_labels, or 2."""
     id2label = config.get("id2label")
-    if id2label is not None:
+    if isinstance(id2label, Mapping):
         return len(id2label)
-    labels = config.get("num_labels")
-    return 2 if labels is None else int(labels)
+    if id2label is not None:
+        raise MismatchError("config.json says of id2label what is no mapping of labels")
+    return 2 if config.get("num_labels") is None else number(config, "num_labels")
+
+
+def number(settings: Mapping[str, Any], key: str, least: int = 0, most: int = 1 << 40) -> int:
+    """A whole number of a config. MismatchError where it is none, or beyond all reason."""
+    value = settings[key]
+    if type(value) is not int or not least <= value <= most:
+        raise MismatchError(f"config.json says {value!r:.40} for {key}, which is to be a number from {least} to {most}")
+    return value
 
 
 def _size(term: str, settings: Settings) -> int:
     return sum(
-        math.prod(int(factor) if factor.isdigit() else settings[factor] for factor in product.strip().split("*"))
+        math.prod(
+            int(factor) if factor.isdigit() else number(settings, factor) for factor in product.strip().split("*")
+        )
         for product in term.split("+")
     )

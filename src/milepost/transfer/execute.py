@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from threading import Lock
+from contextlib import ExitStack
 from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from milepost.cast import BLOCK, Cast, cast_bits, no_warnings
 from milepost.errors import DamagedError, NotFoundError
-from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk, read_exactly, write_exactly
-from milepost.transfer.cast import BLOCK, Cast, cast_bits, no_warnings
+from milepost.fileio import read_exactly, write_exactly
+from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk
 from milepost.transfer.crew import in_threads
 from milepost.transfer.plan import Window
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes just moved."""
+
+MOST_OPEN = 64
+"""Files that a thread keeps open to read: as many as one window has pieces (`plan.MOST_PIECES`)."""
 
 FLUSH_BYTES = 8 << 20
 """How much a thread writes before it asks for write-back."""
@@ -38,8 +41,6 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 _SYNC_FILE_RANGE = _sync_file_range()
-
-_NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 
 
 class Sink(Protocol):
@@ -65,28 +66,31 @@ class Update(Protocol):
 
 
 class OpenFiles:
-    """Read-only file descriptors, each file opened once and shared by the workers."""
+    """Read-only file descriptors of one thread, `MOST_OPEN` at most: a checkpoint of a thousand ranks has more files
+    than a process may open."""
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
-        self._lock = Lock()
 
     def fd(self, file: str) -> int:
-        """The descriptor of `file`."""
-        with self._lock:
-            if file not in self._fds:
-                try:
-                    self._fds[file] = os.open(file, os.O_RDONLY)
-                except FileNotFoundError:
-                    raise NotFoundError(f"{file}: gone while it was being read") from None
-            return self._fds[file]
+        """The descriptor of `file`, good until the next one is asked for."""
+        fd = self._fds.get(file)
+        if fd is None:
+            if len(self._fds) >= MOST_OPEN:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            try:
+                fd = self._fds[file] = os.open(file, os.O_RDONLY)
+            except FileNotFoundError:
+                raise NotFoundError(f"{file}: gone while it was being read") from None
+            except OSError as error:
+                raise DamagedError(f"{file}: cannot be read: {error.strerror}") from None
+        return fd
 
     def close(self) -> None:
         """Close them all."""
-        with self._lock:
-            for fd in self._fds.values():
-                os.close(fd)
-            self._fds.clear()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -117,10 +121,10 @@ def execute(
 
     The first error stops the work and is raised once the windows in flight have ended.
     """
-    with OpenFiles() as files:
+    with ExitStack() as stack:
         in_threads(
             windows,
-            lambda: _Mover(sink, files, updates or {}).move,
+            lambda: _Mover(sink, stack.enter_context(OpenFiles()), updates or {}).move,
             workers,
             (lambda _: None) if progress is None else progress,
         )
@@ -262,27 +266,24 @@ def read_as(window: Window, wanted: str, update: Update | None, files: OpenFiles
 
 
 def copy_range(source_fd: int, source_offset: int, fd: int, offset: int, count: int, file: str) -> None:
-    """Copy `count` bytes between open files inside the kernel, or through memory where the kernel cannot."""
+    """Copy `count` bytes between open files inside the kernel, or through memory where the kernel cannot.
+
+    Raises DamagedError where the source cannot be read or ends too early, OSError where the other cannot be written.
+    """
     while count:
         try:
             copied = os.copy_file_range(source_fd, fd, count, source_offset, offset)
-        except OSError as error:
-            if error.errno not in _NO_KERNEL_COPY:
-                raise
+        except OSError:
             copied = 0
-        if copied == 0:  # the end of the file, or a file system that cannot and says so in this way
-            copied = _copy_through_memory(source_fd, source_offset, fd, offset, min(count, 1 << 20))
         if copied == 0:
-            raise DamagedError(f"{file}: ends {count} bytes short; the file was truncated: copy it again")
+            # File systems that cannot, the end of the source, or a disk that fails: memory works, or shows which it is.
+            data = bytearray(min(count, 1 << 20))
+            read_exactly(source_fd, memoryview(data), source_offset, file)
+            write_exactly(fd, data, offset)
+            copied = len(data)
         count -= copied
         source_offset += copied
         offset += copied
-
-
-def _copy_through_memory(source_fd: int, source_offset: int, fd: int, offset: int, count: int) -> int:
-    data = os.pread(source_fd, count, source_offset)
-    write_exactly(fd, memoryview(data), offset)
-    return len(data)
 
 
 def start_flush(fd: int, offset: int, count: int) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from milepost.cast import cast_bits
 from milepost.edits import narrow
 from milepost.index import Box, TensorEntry
-from milepost.transfer.cast import cast_bits
 from milepost.transfer.execute import OpenFiles, read_window
 from milepost.transfer.plan import Window
 

@@ -11,24 +11,24 @@ ends with their CRC-32.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
+from milepost.crc import crc32, crc32_of_both
 from milepost.errors import CheckpointError, MismatchError
-from milepost.index import Bits, Box, Shape, contiguous_strides, itemsize, write_exactly
-from milepost.layouts.archive_writer import ALIGNMENT, Archive, crc32_of_both, object_archive, tensor_archive
+from milepost.fileio import write_exactly
+from milepost.index import Bits, Box, Shape, contiguous_strides, itemsize
+from milepost.layouts.archive_writer import ALIGNMENT, Archive, object_archive, tensor_archive
 from milepost.layouts.dcp.metadata import DATA_SUFFIX, METADATA
 from milepost.layouts.dcp.table import Part, Tensor, table_of_contents
-from milepost.layouts.safetensors import allocate
+from milepost.layouts.new_files import new_files
 
 MAX_BOX = 64 << 20
 """Bytes."""
@@ -200,17 +200,16 @@ class DcpWriter:
         self._filling: dict[tuple[str, int], _Filling] = {}
         self._unwritten: set[tuple[str, int]] = set()
         self._lock = Lock()
-        self._fds: dict[str, int] = {}
         self._tensors = contents.tensors
-        try:
-            for file, size in contents.sizes.items():
-                if only is None or file in only:
-                    fd = os.open(directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-                    self._fds[file] = fd
-                    allocate(fd, size)
-        except BaseException:
-            self._close()
-            raise
+        sizes = {file: size for file, size in contents.sizes.items() if only is None or file in only}
+        with ExitStack() as stack:
+            self._fds = stack.enter_context(new_files(directory, sizes))
+            self._begin(contents)
+            stack.push(self._check_all_came)  # before the files are flushed and closed
+            self._open = stack.pop_all()
+
+    def _begin(self, contents: Contents) -> None:
+        """Note which boxes are to come, and write what needs none."""
         for slot in contents.slots:
             if slot.file in self._fds:
                 slots = self._slots.setdefault(slot.name, [])
@@ -222,7 +221,11 @@ class DcpWriter:
         first = next(iter(contents.sizes))
         if first in self._fds:
             for archive, (_, start) in contents.objects.items():
-                os.pwrite(self._fds[first], archive, start)
+                write_exactly(self._fds[first], archive, start)
+
+    def _check_all_came(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._unwritten:
+            raise CheckpointError(f"{min(self._unwritten)[0]}: a part of it has not come, so it was not written")
 
     def dtype(self, name: str) -> str:
         """The element type in which the tensor is written."""
@@ -260,27 +263,11 @@ class DcpWriter:
 
     def _finish(self, slot: Slot, checksum: int) -> None:
         fd, archive = self._fds[slot.file], slot.archive
-        os.pwrite(fd, archive.finished_head(checksum), slot.start)
-        os.pwrite(fd, archive.tail(checksum), slot.start + archive.start + archive.nbytes)
+        write_exactly(fd, archive.finished_head(checksum), slot.start)
+        write_exactly(fd, archive.tail(checksum), slot.start + archive.start + archive.nbytes)
 
     def __enter__(self) -> DcpWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                if self._unwritten:
-                    raise CheckpointError(
-                        f"{min(self._unwritten)[0]}: a part of it has not come, so it was not written"
-                    )
-                for fd in self._fds.values():
-                    os.fsync(fd)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds = {}
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)

@@ -80,7 +80,7 @@ def choose_tag(directory: Path) -> tuple[Path, str]:
     listed = ", ".join(found[-_NAMED:]) if len(found) <= _NAMED else f"{len(found)} tags up to {found[-1]}"
     latest = directory / LATEST
     if latest.is_file():
-        named = latest.read_text(errors="replace").strip()
+        named = os.fsdecode(latest.read_bytes()).strip()
         if Path(named).name != named or named in ("", ".."):
             raise DamagedError(f"{latest}: names {shown(named)!r}, which is no folder here; it holds {listed}")
         if named not in found:

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from milepost.cast import cast_bits, cast_dtype
 from milepost.errors import CallError
 from milepost.index import Bits, bits_dtype, itemsize
-from milepost.transfer import cast_bits, cast_dtype
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _CARRIERS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
