@@ -54,7 +54,7 @@ def test_workers_share_the_cores_and_a_run_id(monkeypatch: pytest.MonkeyPatch) -
     made = environment({"PATH": "/bin"}, config, LaunchOptions())
     assert made["OMP_NUM_THREADS"] == "2" and made["OMP_WAIT_POLICY"] == "PASSIVE" and made["PATH"] == "/bin"
     assert made["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert (made[launch.STOP_SIGNALS], made[launch.SHUTDOWN_TIMEOUT]) == ("SIGTERM,SIGUSR1", "600")
+    assert (made[launch.STOP_SIGNALS_VARIABLE], made[launch.SHUTDOWN_TIMEOUT]) == ("SIGTERM,SIGUSR1", "600")
     assert len(made[launch.RUN_ID]) == 32
     assert environment({"OMP_NUM_THREADS": "5"}, config, LaunchOptions())["OMP_NUM_THREADS"] == "5"
     assert environment({}, config, LaunchOptions(rdzv_id="job7"))[launch.RUN_ID] == "job7"
@@ -168,8 +168,10 @@ def test_the_curves_of_both_sessions_are_one(killed: dict[str, Any]) -> None:
     restarts = [point.value for point in curves.Scalars("milepost/restarts")]
     resumed = events_of(killed["directory"], "resume")[1]["from_step"]
     assert restarts == [0.0] * resumed + [1.0] * (8 - resumed)
-    saved = curves.Scalars("milepost/saved_bytes")[-1]
-    assert (saved.step, saved.value) == (8, events_of(killed["directory"], "save_durable")[-1]["bytes"])
+    saved = {point.step: point.value for point in curves.Scalars("milepost/saved_bytes")}
+    # A step that was saved when its rank 0 was killed may be in the diary only.
+    told = {event["step"]: event["bytes"] for event in events_of(killed["directory"], "save_durable")}
+    assert saved.items() <= told.items() and max(saved) == 8
 
 
 def test_an_error_that_no_restart_mends_ends_the_run_at_once_with_its_status(

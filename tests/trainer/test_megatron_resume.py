@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from whole_runs import measured, train
+from whole_runs import exit_statuses, measured, stopping_reward, train
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
@@ -44,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = WarmStartConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3, steps=0)
     build_base_model(root / "model", TaskConfig(), size)
     (root / "reward.py").write_text("def variety(prompt, response, ground_truth): return len(set(response)) / 4\n")
+    (root / "stopping.py").write_text(stopping_reward(root / "pp2", 4))
     settings = [
         "trainer.logger=[]",
         "trainer.val_before_train=false",
@@ -73,7 +74,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run("whole", 2, TP2)
     run("tp2", 2, TP2, "whole")
-    run("pp2", 2, [*PP2, UNEVEN, SHARED, DIST, GREEDY], "whole")
+    # It would go on for long, but for a SIGTERM to its second stage in the rollout of step 5.
+    stopping = [
+        "trainer.total_training_steps=99",
+        "trainer.save_freq=-1",
+        f"reward.path={root / 'stopping.py'}:variety",
+    ]
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={root / 'whole/global_step_2'}"]
+    pp2 = [*PP2, UNEVEN, SHARED, DIST, GREEDY, *stopping, *resumed, f"trainer.default_local_dir={root / 'pp2'}"]
+    (root / "pp2-ends").write_text(str(exit_statuses(2, [*settings, *pp2])))
     run("fsdp", 1, [GREEDY], "whole")
     run("fsdp-after-pp2", 1, [GREEDY], "pp2", 4)
     run("tp2-after-fsdp", 2, [*TP2, SEQUENCES, GREEDY], "fsdp", 4)
@@ -128,6 +137,12 @@ def test_everything_is_restored_but_random_states_of_another_number_of_ranks(run
     (resume,) = events
     states = {part["name"]: part["state"] for part in resume["parts"]}
     assert {name for name, state in states.items() if state != "restored"} == {"actor/RNG", "critic/RNG"}
+
+
+def test_a_signal_to_one_stage_stops_both_with_the_same_step_saved(runs: Path) -> None:
+    assert (runs / "pp2-ends").read_text() == "[75, 75]"
+    (stop,) = [event for event in read_events(runs / "pp2" / EVENTS) if event["event"] == "stop"]
+    assert (stop["reason"], stop["signal"], stop["step"], stop["saved"]) == ("signal", "SIGTERM", 4, True)
 
 
 @pytest.mark.parametrize("name", ["whole", "pp2"])

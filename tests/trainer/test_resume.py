@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from milepost.checkpoint.diary.events import EVENTS, read_events
 from milepost.checkpoint.steps import list_steps
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
+from milepost.trainer.logging import TENSORBOARD_DIR
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 
 QUICK = [
@@ -81,12 +83,17 @@ def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
             for setting in ("total_training_steps=6", "lr_scheduler_type=cosine", "lr_warmup_steps=2")
         ),
     ]
-    behind = ["trainer.save_freq=3", "actor_rollout_ref.actor.checkpoint.async_save=true"]
+    behind = [
+        "trainer.save_freq=3",
+        "actor_rollout_ref.actor.checkpoint.async_save=true",
+        "trainer.logger=[tensorboard]",
+    ]
     straight = run(root / "straight", 2, 6, *settings, *behind, "trainer.test_freq=2")
-    settings.append(f"trainer.remote_dir=file://{root / 'there'}")
+    settings += [f"trainer.remote_dir=file://{root / 'there'}", "trainer.test_freq=3"]
     first = run(root / "parts", 2, 3, *settings)
     (root / "parts").rename(root / "lost")
-    return {"straight": straight, "first": first, "second": run(root / "parts", 2, 6, *settings), "root": root}
+    second = run(root / "parts", 2, 6, *settings)
+    return {"straight": straight, "first": first, "second": second, "root": root, "settings": settings}
 
 
 def test_what_a_resumed_run_measures_is_bitwise_what_the_uninterrupted_one_did(halves: dict[str, Any]) -> None:
@@ -154,6 +161,69 @@ def test_the_small_state_of_a_resumed_run_is_the_same(halves: dict[str, Any]) ->
     assert any(note.startswith("step 3 was fetched from file://") for note in resumed["notes"])
     assert [state.step for state in list_steps(halves["root"] / "there") if state.good] == [3, 6]
     assert {part["state"] for part in resumed["parts"]} == {"restored"} and len(resumed["parts"]) == 10
+
+
+def test_tensorboard_has_bytes_seconds_and_stall_of_each_save_at_its_step(halves: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(halves["root"] / "straight" / TENSORBOARD_DIR))
+    curves.Reload()
+    shown = {
+        name: {point.step: point.value for point in curves.Scalars(f"milepost/{name}")}
+        for name in ("saved_bytes", "write_s", "stall_s")
+    }
+    durable = {event["step"]: event for event in halves["straight"] if event["event"] == "save_durable"}
+    assert sorted(durable) == [3, 6]
+    assert shown["saved_bytes"] == {step: event["bytes"] for step, event in durable.items()}
+    for step, event in durable.items():
+        assert shown["write_s"][step] == pytest.approx(event["seconds"])
+        assert event["stall"] <= shown["stall_s"][step] * 1.000001  # float32; and a call around it is in it
+    assert list(shown["stall_s"]) == [3, 6]
+
+
+# A step that is named by its URL
+
+
+@pytest.fixture(scope="module")
+def named(halves: dict[str, Any]) -> dict[str, Any]:
+    """On another machine: from the older one of the two steps that were uploaded; and from the newer one, of which a
+    byte has changed. Each has copies of the steps where it uploads its own too."""
+    root = halves["root"]
+    for name in ("good", "bad"):
+        shutil.copytree(root / "there", root / name)
+
+    def begin(there: str, step: int, steps: int) -> list[dict[str, Any]]:
+        url = f"file://{root / there}"
+        settings = [f"trainer.remote_dir={url}", "trainer.resume_mode=resume_path"]
+        settings.append(f"trainer.resume_from_path={url}/global_step_{step}")
+        return run(root / f"from {there}", 1, steps, *halves["settings"], *settings)
+
+    events = begin("good", 3, 4)
+    weights = next((root / "bad/global_step_6/actor").glob("model_*"))
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(AssertionError) as refused:
+        begin("bad", 6, 8)
+    return {"events": events, "root": root, "refused": str(refused.value), "file": weights.name}
+
+
+def test_a_step_that_lies_only_at_a_url_is_fetched_and_gone_on_from(named: dict[str, Any]) -> None:
+    (resumed,) = [event for event in named["events"] if event["event"] == "resume"]
+    assert (resumed["mode"], resumed["from_step"], resumed["next_step"]) == ("resume_path", 3, 4)
+    assert {part["state"] for part in resumed["parts"] if "RNG" not in part["name"]} == {"restored"}
+    assert [event["prompts"] for event in named["events"] if event["event"] == "step"] == [[30, 40]]
+    # Step 6 is of a history that this run does not go on with: a start that takes the newest must not find it.
+    assert list_steps(named["root"] / "good")[-1].step == 4
+    assert list((named["root"] / "good").glob("*/global_step_6"))
+
+
+def test_a_step_named_by_its_url_is_taken_or_none_is(named: dict[str, Any]) -> None:
+    assert "DamagedError" in named["refused"] and named["file"] in named["refused"]
+    assert (named["root"] / "bad/global_step_3").exists()  # to which it might have fallen back
+    events = read_events(named["root"] / "from bad" / EVENTS)
+    assert not [event for event in events if event["event"] in ("resume", "step")]
+    assert not list((named["root"] / "from bad").glob("global_step_*"))
 
 
 # On other numbers of ranks
@@ -233,7 +303,12 @@ def test_each_start_says_what_it_restored_and_what_is_new(elastic: dict[str, Any
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The defaults, cut short, on two ranks."""
     return run(
-        tmp_path_factory.mktemp("learnt"), 2, 8, "trainer.val_before_train=true", "actor_rollout_ref.actor.ppo_epochs=2"
+        tmp_path_factory.mktemp("learnt"),
+        2,
+        8,
+        "trainer.val_before_train=true",
+        "trainer.test_freq=100",  # so after the last step
+        "actor_rollout_ref.actor.ppo_epochs=2",
     )
 
 

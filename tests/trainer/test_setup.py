@@ -17,9 +17,10 @@ from milepost.checkpoint.retention import Retention
 from milepost.errors import CallError
 from milepost.trainer import setup
 from milepost.trainer.config import load_config
+from milepost.trainer.lengths import check_positions, learned_positions
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import DataConfig
-from milepost.trainer.setup import check_positions, learned_positions, retention
+from milepost.trainer.setup import retention
 
 
 def models() -> dict[str, object]:
@@ -75,13 +76,18 @@ def test_sequences_longer_than_the_learned_positions_are_refused() -> None:
     assert "data.max_prompt_length=20 + data.max_response_length=5 is 25: lower them" in str(e.value)
 
 
-@pytest.mark.parametrize("wrong", ["data", "reward"])
-def test_bad_data_and_rewards_are_found_before_the_base_model_is_made(tmp_path: Path, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["data", "reward", "length"])
+def test_bad_data_rewards_and_lengths_are_found_before_the_base_model_is_made(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "1+1="}) + "\n")
     (tmp_path / "reward.py").write_text("import nowhere_to_be_found\n")
     setting, said = {
         "data": (f"data.train_files=[{tmp_path}/prompts.jsonl]", "prompts.jsonl"),
         "reward": (f"reward.path={tmp_path}/reward.py:mine", "nowhere_to_be_found"),
+        # Of 0+0= to 99+9= 90 have a first number of one digit, and 900 one of two; 128 of all are held out.
+        "length": (
+            "data.max_prompt_length=4",
+            r"data\.train_files: 7\d\d of 872 prompts .* prompt \d+ has 5: raise it",
+        ),
     }[wrong]
     with pytest.raises(AssertionError, match=said):
         run_ranks(train, 1, [setting, f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[]"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,15 @@ from launched import alive, ended, events_of, start, wait_for
 from ranks import run_ranks
 from whole_runs import measured
 
-from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.diary.status import run_status
 from milepost.checkpoint.preemption import Stop
-from milepost.errors import UploadError
+from milepost.checkpoint.steps import TRACKER
+from milepost.errors import UploadError, WriteError
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
+from milepost.trainer.stall import StallLimits, StallWatch
 
 QUICK = [
     "trainer.logger=[]",
@@ -156,28 +160,85 @@ def test_what_the_diary_says_of_durations_decides_what_fits_before_the_deadline(
 # A disk that refuses
 
 FULL_FOR_A_WHILE = """
-import os, resource
+import os, resource, signal, threading
 CALLS.append(prompt)
-step = (len(CALLS) + 1) // 2
+step = FIRST + (len(CALLS) - 1) // 2
+for thread in threading.enumerate():
+    if thread.name.startswith("milepost-step-"):  # what is on its way has arrived, or not
+        thread.join()
 if os.environ["RANK"] == "1":
-    soft = {2: 4096}.get(step, resource.RLIM_INFINITY)
+    soft = 4096 if step in FULL else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+    if step == STOP and len(CALLS) % 2:
+        os.kill(os.getpid(), signal.SIGTERM)
 return 0.5
 """
 
 
-def test_training_goes_on_after_a_save_that_failed_and_saves_the_next_step(model: Path, tmp_path: Path) -> None:
-    settings = ["trainer.save_freq=2", "trainer.on_save_error=warn"]
-    assert run(tmp_path / "run", model, 2, 4, *settings, reward=FULL_FOR_A_WHILE) == [None, None]
-    events = [event for event in read_events(tmp_path / "run" / EVENTS) if event["event"].startswith(("save", "step"))]
-    told = [(event["event"], event["step"]) for event in events if event["event"] != "save_requested"]
-    assert told == [
-        *(("step", 1), ("step", 2), ("save_failed", 2)),
-        *(("step", 3), ("save_durable", 3)),
-        *(("step", 4), ("save_durable", 4)),
+def full(first: int, steps: tuple[int, ...], stop: int = 0) -> str:
+    """A reward by which the disk of rank 1 is full from the rollouts of `steps` on until that of a step after them, and
+    which has it told to stop in that of `stop`."""
+    code = FULL_FOR_A_WHILE.replace("FIRST", str(first)).replace("FULL", repr(steps))
+    return code.replace("STOP", str(stop))
+
+
+@pytest.fixture(scope="module")
+def refused(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Saved behind training's back, where the disk is full for step 2 and, once it is told to stop, for step 5; then
+    with every save waited for, where it is full for step 5, and for step 7, the last one."""
+    root = tmp_path_factory.mktemp("refused")
+    warn = "trainer.on_save_error=warn"
+    behind = ["trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.async_save=true", "trainer.logger=[console]"]
+    ends = run(root / "run", model, 2, 9, warn, *behind, reward=full(1, (2, 6), stop=6))
+    status = run_status(root / "run").lines()
+    before = len(read_events(root / "run" / EVENTS))
+    with pytest.raises(AssertionError) as raised:
+        run(root / "run", model, 2, 7, warn, "trainer.save_freq=1", reward=full(5, (5, 7)))
+    events = read_events(root / "run" / EVENTS)
+    return {"run": root / "run", "ends": ends, "status": status, "first": events[:before], "second": events[before:],
+            "error": str(raised.value)}  # fmt: skip
+
+
+def saves(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(e["event"].removeprefix("save_"), e["step"]) for e in events if e["event"] in SAVES]
+
+
+SAVES = ("step", "save_durable", "save_failed")
+
+
+def test_a_step_takes_the_place_of_one_that_failed_behind_trainings_back(refused: dict[str, Any]) -> None:
+    told = saves(refused["first"])
+    assert told.index(("failed", 2)) < told.index(("step", 3))
+    # Heard of after step 3, which no plan of saves would have had saved.
+    assert [step for what, step in told if what == "durable"] == [3, 4]
+    assert [step for what, step in told if what == "step"] == [1, 2, 3, 4, 5]
+    errors = [event["error"] for event in refused["first"] if event["event"] == "save_failed"]
+    assert all("rank 1" in error and "ulimit -f" in error for error in errors)
+
+
+def test_a_stop_whose_save_fails_is_a_stop_and_says_so(refused: dict[str, Any]) -> None:
+    assert refused["ends"] == [("signal", "SIGTERM", 5, False)] * 2
+    assert saves(refused["first"])[-1] == ("failed", 5)
+    (stop,) = [event for event in refused["first"] if event["event"] == "stop"]
+    assert (stop["reason"], stop["step"], stop["saved"]) == ("signal", 5, False)
+    assert any("a start now goes on from global_step_4 with step 5" in line for line in refused["status"])
+
+
+def test_training_goes_on_after_a_save_that_failed_and_saves_the_next_step(refused: dict[str, Any]) -> None:
+    assert saves(refused["second"]) == [
+        *(("step", 5), ("failed", 5)),
+        *(("step", 6), ("durable", 6)),
+        *(("step", 7), ("failed", 7)),
     ]
-    (failed,) = [event for event in events if event["event"] == "save_failed"]
-    assert "rank 1" in failed["error"] and "ulimit -f" in failed["error"]
+
+
+def test_a_run_whose_last_step_cannot_be_saved_ends_with_an_error(refused: dict[str, Any]) -> None:
+    assert "WriteError: step 7 was not saved: rank 1: " in refused["error"] and "ulimit -f" in refused["error"]
+    assert "step 7 is the last one, and without it the run is not done" in refused["error"]
+    assert WriteError.exit_status == 2
+    stop = refused["second"][-1]
+    assert (stop["event"], stop["reason"]) == ("stop", "error") and "step 7 is the last one" in stop["error"]
+    assert run_status(refused["run"]).on_disk.newest.step == 6  # type: ignore[union-attr]
 
 
 # A bucket that cannot be reached
@@ -210,11 +271,12 @@ return 0.5
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_an_upload_that_fails_ends_no_run_before_its_end(model: Path, tmp_path: Path, comes_back: bool) -> None:
-    """With on_save_error=raise: it is a save that this means."""
+    """Whatever on_save_error says: it is a save that this means. At the end both are told of it."""
     there, away, directory = tmp_path / "there", tmp_path / "away", tmp_path / "run"
     paths = repr([str(path) for path in (there, away, directory / EVENTS)])
     reward = OUT_OF_REACH.replace("PATHS", paths).replace("COMES_BACK", str(comes_back))
-    settings = ["trainer.save_freq=1", f"trainer.remote_dir=file://{there}"]
+    on_error = "raise" if comes_back else "warn"
+    settings = ["trainer.save_freq=1", f"trainer.remote_dir=file://{there}", f"trainer.on_save_error={on_error}"]
     if comes_back:
         assert run(directory, model, 1, 4, *settings, reward=reward) == [None]
         assert sorted(path.name for path in there.glob("global_step_*")) == [f"global_step_{n}" for n in (1, 2, 3, 4)]
@@ -223,6 +285,8 @@ def test_an_upload_that_fails_ends_no_run_before_its_end(model: Path, tmp_path: 
             run(directory, model, 1, 4, *settings, reward=reward)
     assert [event["step"] for event in events_of(directory, "step")] == [1, 2, 3, 4]
     assert [event["step"] for event in events_of(directory, "save_durable")] == [1, 2, 3, 4]
+    (stop,) = events_of(directory, "stop")
+    assert (stop["reason"], stop["step"], "not_uploaded" in stop) == ("done", 4, not comes_back)
 
 
 def test_a_stop_after_an_upload_that_failed_has_saved(capfd: pytest.CaptureFixture[str]) -> None:
@@ -230,46 +294,110 @@ def test_a_stop_after_an_upload_that_failed_has_saved(capfd: pytest.CaptureFixtu
         raise UploadError(f"step {step} is durable, but was not uploaded")
 
     trainer: Any = SimpleNamespace(
-        _undo=None, _finished=2, _metrics={}, _measured=lambda step, metrics: metrics,
-        manager=SimpleNamespace(save=save), ranks=SimpleNamespace(rank=0),
+        _undo=None, _finished=2, _metrics={}, _measured=lambda step, metrics: metrics, _hear=lambda watch: None,
+        _log_saved=lambda loggers, stalls: None, manager=SimpleNamespace(save=save), ranks=SimpleNamespace(rank=0),
     )  # fmt: skip
-    assert PpoTrainer._stop(trainer, Stop("signal"), 1).saved
+    stalls = StallWatch(None, Path(), EventLog(Path()))
+    assert PpoTrainer._stop(trainer, Stop("signal"), 1, [], stalls).saved
     assert "could not be saved" not in capfd.readouterr().err
 
 
 # A phase that hangs
 
 SLOW_ONCE = """
-import json, os, pathlib, time
-CALLS.append(prompt)
-if os.environ["RANK"] == "1" and len(CALLS) == 5:  # until both ranks have told of it
-    for _ in range(2400):
-        events = [json.loads(line) for line in pathlib.Path(DIARY).read_text().splitlines()]
-        told = {e["rank"] for e in events if (e["event"], e.get("step"), e.get("phase")) == ("stall", 3, "reward")}
-        if told == {0, 1}:
-            break
+import os, pathlib, time
+from milepost.checkpoint.diary.events import read_events
+def wait_for(*told):
+    for _ in range(4000):
+        stalls = [e for e in read_events(pathlib.Path(DIARY)) if e["event"] == "stall"]
+        if {(e["rank"], e["step"], e["phase"]) for e in stalls} >= set(told):
+            return
         time.sleep(0.05)
+    raise RuntimeError(f"nobody told of {told}")
+if not CALLS and os.environ["RANK"] == "0":
+    from torch.utils.tensorboard import SummaryWriter
+    flush = SummaryWriter.flush
+    def a_server_that_hangs(self):
+        if '"step": 2,' in pathlib.Path(DIARY).read_text() and not CALLS[4:]:
+            wait_for((0, 2, "logging"), (1, 3, "agreeing"))
+        flush(self)
+    SummaryWriter.flush = a_server_that_hangs
+CALLS.append(prompt)
+if os.environ["RANK"] == "1" and len(CALLS) == 5:
+    wait_for((0, 3, "reward"), (1, 3, "reward"))
 return 0.5
 """
 
 
-def test_a_phase_that_hangs_is_told_of_by_all_whom_it_holds_up(model: Path, tmp_path: Path) -> None:
-    limits = ["trainer.stall_floor=0.7", "trainer.stall_factor=2"]
-    reward = SLOW_ONCE.replace("DIARY", repr(str(tmp_path / "run" / EVENTS)))
-    assert run(tmp_path / "run", model, 2, 3, *limits, reward=reward) == [None, None]
-    told = {
-        event["rank"]: event
-        for event in events_of(tmp_path / "run", "stall")
-        if (event["step"], event["phase"]) == (3, "reward")
-    }
-    assert sorted(told) == [0, 1]
-    over = [event for event in events_of(tmp_path / "run", "stall_over") if event["step"] == 3]
+@pytest.fixture(scope="module")
+def hung(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A logger hangs after step 2, a reward in step 3, and the resume of the next session: the tracker, a small file
+    that is read at a start, is one that nobody answers for."""
+    root = tmp_path_factory.mktemp("hung")
+    limits = ["trainer.stall_floor=0.7", "trainer.stall_factor=2", "trainer.logger=[tensorboard]"]
+    reward = SLOW_ONCE.replace("DIARY", repr(str(root / "run" / EVENTS)))
+    first = run(root / "run", model, 2, 3, *limits, reward=reward)
+    lines = run_status(root / "run").lines()
+    tracker = root / "run" / TRACKER
+    tracker.unlink()
+    os.mkfifo(tracker)
+    answering = Thread(target=answer_once_told, args=(tracker, root / "run"))
+    answering.start()
+    second = run(root / "run", model, 2, 4, "trainer.stall_once=0.7", "trainer.stall_floor=60")
+    answering.join()
+    told = {(event["rank"], event["step"], event["phase"]): event for event in events_of(root / "run", "stall")}
+    return {"run": root / "run", "ends": first + second, "told": told, "lines": lines}
+
+
+def answer_once_told(tracker: Path, run_dir: Path) -> None:
+    """Be the file system that answers at last."""
+    for _ in range(4000):
+        told = {event["rank"] for event in events_of(run_dir, "stall") if event["phase"] == "resume"}
+        if told == {0, 1}:
+            break
+        time.sleep(0.05)
+    with tracker.open("w") as pipe:
+        tracker.unlink()  # who asks again finds a file
+        tracker.write_text("3")
+        pipe.write("3")
+
+
+def stacks(hung: dict[str, Any], rank: int, step: int, phase: str) -> str:
+    """What a rank wrote of a phase in which it was held up."""
+    event = hung["told"][rank, step, phase]
+    assert event["host"] == socket.gethostname()
+    assert event["stacks"] == f"stalls/step_{step}_{phase}_rank_{rank}.txt"
+    written = (hung["run"] / event["stacks"]).read_text()
+    assert written.startswith(f"rank {rank} of 2 on {event['host']}, process {event['pid']}: ")
+    return written
+
+
+def test_a_phase_that_hangs_is_told_of_by_all_whom_it_holds_up(hung: dict[str, Any]) -> None:
+    assert hung["ends"] == [None] * 4
+    assert "all_gather" in stacks(hung, 0, 3, "reward") and "_reward.py" in stacks(hung, 1, 3, "reward")
+    over = [event for event in events_of(hung["run"], "stall_over") if event["step"] == 3]
     assert {event["rank"] for event in over if event["phase"] == "reward"} == {0, 1}
-    stacks = [(tmp_path / "run" / told[rank]["stacks"]).read_text() for rank in (0, 1)]
-    assert "all_gather" in stacks[0] and "_reward.py" in stacks[1]
-    lines = run_status(tmp_path / "run").lines()
-    assert any(line.startswith("stall") and "step 3, reward: took" in line for line in lines)
-    assert any(line.startswith("goodput") and "stalled" in line for line in lines)
+    assert any(line.startswith("stall") and "step 3, reward: took" in line for line in hung["lines"])
+    assert any(line.startswith("goodput") and "stalled" in line for line in hung["lines"])
+
+
+def test_a_logger_that_hangs_is_told_of_by_its_rank_and_by_those_who_wait_for_it(hung: dict[str, Any]) -> None:
+    assert "a_server_that_hangs" in stacks(hung, 0, 2, "logging")
+    assert "all_reduce" in stacks(hung, 1, 3, "agreeing")
+
+
+def test_a_resume_that_hangs_is_told_of_with_the_file_that_it_hangs_on(hung: dict[str, Any]) -> None:
+    reader = stacks(hung, 0, 0, "resume")
+    assert "before its first step, resume for" in reader and "read_tracker" in reader
+    assert "all_gather" in stacks(hung, 1, 0, "resume")
+    (resumed,) = [event for event in events_of(hung["run"], "resume") if event["from_step"] == 3]
+    assert resumed["next_step"] == 4
+
+
+def test_what_comes_once_a_start_has_a_limit_of_its_own_and_the_rest_its_history() -> None:
+    limits = StallLimits(factor=10, floor=600, once=3600)
+    assert limits.of("resume", 0) == limits.of("start", 9000) == limits.of("end", 1) == limits.of("models", 0) == 3600
+    assert [limits.of("gen", known) for known in (0, 1, 60, 61)] == [1800, 600, 600, 610]
 
 
 NO_MORE_NETWORK = """

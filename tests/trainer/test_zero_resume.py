@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from whole_runs import measured, train
+from whole_runs import exit_statuses, measured, stopping_reward, train
 
 pytest.importorskip("deepspeed")
 
 from milepost.checkpoint.diary.events import EVENTS, read_events
+from milepost.checkpoint.verify import verify
 from milepost.layouts import open_directory
 from milepost.trainer.base_model import build_base_model
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
@@ -24,7 +25,8 @@ ZERO, FSDP = "actor_rollout_ref.actor.strategy=deepspeed", "actor_rollout_ref.ac
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four steps at one go, and each of the last two from the saved second one, in other processes; what of it is under
-    ZeRO-3 and what under FSDP2 is in the names. The attention drops out: training draws random numbers too."""
+    ZeRO-3 and what under FSDP2 is in the names. The attention drops out: training draws random numbers too. What
+    ZeRO-3 does with FSDP2's step ends with a SIGTERM to one rank, in the rollout after its first step."""
     root = tmp_path_factory.mktemp("runs")
     size = WarmStartConfig(
         hidden_size=16,
@@ -38,6 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = json.loads((root / "model/config.json").read_text())
     (root / "model/config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
     (root / "reward.py").write_text("def variety(prompt, response, ground_truth): return len(set(response)) / 4\n")
+    (root / "stopping.py").write_text(stopping_reward(root / "zero from fsdp", 3))
     settings = [
         "trainer.logger=[]",
         "trainer.val_before_train=false",
@@ -63,20 +66,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ),
     ]
 
-    def run(name: str, steps: int, engine: str, came_from: str | None = None) -> list[dict[str, Any]]:
+    ends: dict[str, Any] = {}
+
+    def run(
+        name: str, steps: int, engine: str, came_from: str | None = None, *, stopped: bool = False
+    ) -> list[dict[str, Any]]:
         mine = [f"trainer.default_local_dir={root / name}", f"trainer.total_training_steps={steps}", engine]
         if came_from is not None:
             step = root / came_from / "global_step_2"
             mine += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"]
-        run_ranks(train, 2, [*settings, *mine])
+        if stopped:
+            ends[name] = exit_statuses(2, [*settings, *mine, f"reward.path={root / 'stopping.py'}:variety"])
+        else:
+            run_ranks(train, 2, [*settings, *mine])
         return read_events(root / name / EVENTS)
 
     return {
         "root": root,
+        "ends": ends,
         "zero": run("zero", 4, ZERO),
         "zero again": run("zero again", 4, ZERO, "zero"),
         "fsdp": run("fsdp", 3, FSDP),
-        "zero from fsdp": run("zero from fsdp", 3, ZERO, "fsdp"),
+        "zero from fsdp": run("zero from fsdp", 99, ZERO, "fsdp", stopped=True),
         "fsdp from zero": run("fsdp from zero", 3, FSDP, "zero"),
     }
 
@@ -129,3 +140,10 @@ def test_a_step_under_deepspeed_is_committed_whole(runs: dict[str, Any]) -> None
     assert judge(step, ("actor", "critic")).state == "committed"
     (step / "critic/latest").unlink()
     assert judge(step).state == "incomplete"
+
+
+def test_a_signal_to_one_rank_stops_all_with_the_same_step_saved(runs: dict[str, Any]) -> None:
+    assert runs["ends"] == {"zero from fsdp": [75, 75]}
+    (stop,) = [event for event in runs["zero from fsdp"] if event["event"] == "stop"]
+    assert (stop["reason"], stop["signal"], stop["step"], stop["saved"]) == ("signal", "SIGTERM", 3, True)
+    assert not verify(runs["root"] / "zero from fsdp/global_step_3", deep=True).problems

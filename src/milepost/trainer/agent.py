@@ -22,13 +22,13 @@ from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.preemption import CLOSING, REQUEUE
 from milepost.errors import MilepostError
 from milepost.trainer.entry import AGENT
-from milepost.trainer.launch import EVENTS_FILE, SHUTDOWN_TIMEOUT, STOP_SIGNALS, VERDICT_FILE
+from milepost.trainer.launch import EVENTS_FILE, SHUTDOWN_TIMEOUT, STOP_SIGNALS_VARIABLE, VERDICT_FILE
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run to the end; returns 0, a worker's verdict, 75 for a run that was stopped in order, 3 for workers that kept
     failing, or 128 + a signal's number."""
-    stops = [signal.Signals[name] for name in os.environ.get(STOP_SIGNALS, "").split(",") if name]
+    stops = [signal.Signals[name] for name in os.environ.get(STOP_SIGNALS_VARIABLE, "").split(",") if name]
     # Importing torch takes seconds: a signal in them must end the process, not print a page of importing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in stops:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
 
-    from milepost.trainer.elastic import Stopped, run_agent  # noqa: PLC0415
+    from milepost.trainer.elastic import AgentStopped, run_agent  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             if not verdict.exists():
                 rank, failure = error.get_first_failure()
                 return _failed(rank, failure.exitcode, [one.exitcode for one in error.failures.values()], stops)
-        except Stopped as stopped:
+        except AgentStopped as stopped:
             return REQUEUE if not stopped.had_workers else 128 + stopped.number
         except SignalException as signalled:
             # Only the agent knows: its workers get the same signal when one of them has died.

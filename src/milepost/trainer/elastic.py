@@ -20,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,7 +33,7 @@ _TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _KILL_SECONDS = 10
 
 
-class Stopped(BaseException):
+class AgentStopped(BaseException):
     """The agent was asked to stop while it had no workers, or these did not end in time.
 
     number:       the signal
@@ -63,6 +63,7 @@ class Agent(LocalElasticAgent):
         self._closing = closing
         self._patience = patience
         self._have_workers = False
+        self._changing = False  # workers are being started or ended
         self._give_up = 0.0
         self.stopping: signal.Signals | None = None
         self._listen()
@@ -75,29 +76,46 @@ class Agent(LocalElasticAgent):
         if self.stopping is not None:
             return  # they have it, and are saving
         self.stopping = signal.Signals(number)
+        if self._changing:
+            return  # broken off in the middle, workers would be left that nobody knows; who changes them looks after it
         if not self._have_workers:
-            raise Stopped(number)
+            raise AgentStopped(number)
         self._give_up = time.monotonic() + self._patience
         self._remaining_restarts = 0
         for pid in self._pids():
-            try:
+            if _is_running(pid):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue  # it has ended by itself
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._closing.unlink(missing_ok=True)
+        self._changing = True
         found: dict[int, Any] = super()._start_workers(worker_group)
         self._have_workers = True
+        self._changing = False
         self._listen()  # older torch takes SIGTERM when it starts workers
+        if self.stopping is not None:  # while they were started: they have nothing to save yet
+            self._shutdown(signal.SIGKILL, _KILL_SECONDS)
+            raise AgentStopped(self.stopping)
         return found
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.stopping is None:
+            super()._restart_workers(worker_group)
+        elif worker_group.state != WorkerState.HEALTHY:
+            raise AgentStopped(self.stopping)  # it came just after one of them had died
+        # Else machines have come while workers save for a stop: they are let end.
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any) -> None:
         # After a death they are gone already; else machines have come, and there is something to save.
         if not self._closing.exists():
             self._say(RESIZE)
+        asked_before = self.stopping is not None
         self._have_workers = False
+        self._changing = True
         self._shutdown(signal.SIGTERM, int(self._patience))
+        self._changing = False
+        if self.stopping is not None and not asked_before:
+            raise AgentStopped(self.stopping)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.stopping is not None and time.monotonic() > self._give_up:
@@ -106,7 +124,7 @@ class Agent(LocalElasticAgent):
                 "(trainer.shutdown_timeout): killed\n"
             )
             self._shutdown(signal.SIGKILL, _KILL_SECONDS)
-            raise Stopped(self.stopping, had_workers=True)
+            raise AgentStopped(self.stopping, had_workers=True)
         # torch ends the others in the same call in which it sees that one has died.
         if any(_ended_badly(pid) for pid in self._pids()):
             self._say(FAILED)
@@ -121,13 +139,25 @@ class Agent(LocalElasticAgent):
         return [] if self._pcontext is None else list(self._pcontext.pids().values())
 
 
-def _ended_badly(pid: int) -> bool:
-    """Whether a child has ended other than well; it is left for others to wait for."""
+def _end_of(pid: int) -> os.waitid_result | None:
+    """How a child has ended, None where it runs; it is left for others to wait for. Raises ChildProcessError where
+    somebody has done so: its number may be another process's by now."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _is_running(pid: int) -> bool:
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return _end_of(pid) is None
     except ChildProcessError:
         return False
-    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
+
+
+def _ended_badly(pid: int) -> bool:
+    try:
+        end = _end_of(pid)
+    except ChildProcessError:
+        return False
+    return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
 
 
 def run_agent(
@@ -136,7 +166,8 @@ def run_agent(
     """Be the agent that torchrun's arguments describe, until the workers have ended well. Returns the signal that was
     handed on to them, None for none.
 
-    Raises ChildFailedError where they kept failing, Stopped where it was stopped without them, and what torch raises.
+    Raises ChildFailedError where they kept failing, AgentStopped where it was stopped without them, and what torch
+    raises.
     """
     kept = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if signal.Signals[name] not in stops]
     os.environ[_TORCHS_SIGNALS] = ",".join(kept)
@@ -179,7 +210,7 @@ def run_agent(
     leave_open = False
     try:
         result = agent.run()
-    except (Stopped, SignalException):
+    except (AgentStopped, SignalException):
         leave_open = True  # the other machines go on
         raise
     finally:

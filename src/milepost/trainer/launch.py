@@ -31,7 +31,7 @@ VERDICT_FILE = "MILEPOST_VERDICT_FILE"
 EVENTS_FILE = "MILEPOST_EVENTS_FILE"
 """Environment variable, on one machine: the run's diary, in which the agent notes that somebody stopped the run."""
 
-STOP_SIGNALS = "MILEPOST_STOP_SIGNALS"
+STOP_SIGNALS_VARIABLE = "MILEPOST_STOP_SIGNALS"
 """Environment variable: names of the signals that the agent hands on to its workers, with commas."""
 
 SHUTDOWN_TIMEOUT = "MILEPOST_SHUTDOWN_TIMEOUT"
@@ -176,7 +176,7 @@ def environment(base: Mapping[str, str], config: TrainConfig, options: LaunchOpt
         # Of several machines one may be stopped while the others train on: that is no end of the run.
         **({EVENTS_FILE: str(run / EVENTS)} if (options.nnodes or str(config.trainer.nnodes)) == "1" else {}),
         **base,
-        STOP_SIGNALS: ",".join(config.trainer.stop_signals),
+        STOP_SIGNALS_VARIABLE: ",".join(config.trainer.stop_signals),
         SHUTDOWN_TIMEOUT: f"{config.trainer.shutdown_timeout:g}",
         # With torch 2.13's shared store a job that shrank and grows again deadlocks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -30,6 +30,9 @@ class Logger(Protocol):
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a validation after `step` (0: before the first)."""
 
+    def saved(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The bytes and seconds of a save of `step`, which has become durable, perhaps some steps later."""
+
     def close(self) -> None:
         """The run is over, well or not."""
 
@@ -72,6 +75,9 @@ class TensorBoardLogger:
         self._add(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add(step, metrics)
+
+    def saved(self, step: int, metrics: Mapping[str, float]) -> None:
         self._add(step, metrics)
 
     def close(self) -> None:
@@ -130,6 +136,9 @@ class ConsoleLogger:
             f"{name.removeprefix(VALIDATION)} {value:.3f}" for name, value in metrics.items() if "/mean" not in name
         )
         self._print(f"step {step}/{self._total}  held out: {said}")
+
+    def saved(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Not a line for each: the reward would be lost among them. The diary and TensorBoard have them."""
 
     def close(self) -> None:
         if self._progress is not None:

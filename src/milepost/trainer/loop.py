@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from milepost.checkpoint.commit import SavedStep
 from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption, Stop
@@ -22,9 +23,11 @@ from milepost.trainer.metrics import Stopwatch
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schema import TrainConfig
-from milepost.trainer.stall import StallWatch
+from milepost.trainer.stall import AGREEING, LOGGING, StallWatch
 from milepost.trainer.update import update_actor, update_critic, update_joint
 from milepost.trainer.validate import Validator
+
+_GOES_ON = "; training goes on (trainer.on_save_error=warn)"
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,10 @@ class PpoTrainer:
         self._undo: Callable[[], None] | None = None
         self._save_is_due = False
         self._failed_saves = 0
+        self._saved: list[SavedStep] = []
 
     def run(
-        self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch | None = None
+        self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch
     ) -> Stopped | None:
         """Train from `next_step` to the last step. All ranks call it together.
 
@@ -104,24 +108,24 @@ class PpoTrainer:
         try:
             self._run(next_step, events, loggers, stalls)
         except Stop as stop:
-            return self._stop(stop, next_step)
+            return self._stop(stop, next_step, loggers, stalls)
         return None
 
-    def _run(
-        self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch | None
-    ) -> None:
+    def _run(self, next_step: int, events: EventLog | None, loggers: Sequence[Logger], stalls: StallWatch) -> None:
         schedule, longest = self.config.trainer, self.durations.longest
         if next_step == 1 and schedule.val_before_train:
-            self.preemption.poll(0.0)
-            self._validate(0, events, loggers)
+            with stalls.phase(AGREEING):
+                self.preemption.poll(0.0)
+            self._validate(0, Stopwatch(stalls.phase), events)
+            self._log_validation(0, loggers, stalls)
         for step in range(next_step, self.total_steps + 1):
             last = step == self.total_steps
-            if stalls is not None:
-                stalls.step = step
-            watch = Stopwatch(None if stalls is None else stalls.phase)
-            self.preemption.poll(longest("step", "save"))
-            self._undo = self._remembered()
+            stalls.step = step
+            watch = Stopwatch(stalls.phase)
             begun = time.perf_counter()
+            with watch.time(AGREEING):
+                self.preemption.poll(longest("step", "save"))
+            self._undo = self._remembered()
             first = self.sampler.position
             metrics = self.step(step, watch)
             self._finished, self._undo = step, None
@@ -138,51 +142,99 @@ class PpoTrainer:
                     prompts=[first, self.sampler.position],
                     metrics=metrics,
                 )
-            if last or (schedule.test_freq > 0 and step % schedule.test_freq == 0):
-                with watch.time("testing"):
-                    self.preemption.needed = longest("save")
-                    self._validate(step, events, loggers)
+            if schedule.test_freq > 0 and (last or step % schedule.test_freq == 0):
+                self.preemption.needed = longest("save")
+                self._validate(step, watch, events)
+                self._log_validation(step, loggers, stalls)
             wanted = last or self._save_is_due or (schedule.save_freq > 0 and step % schedule.save_freq == 0)
             metrics |= self._record(step, metrics, watch, wanted=wanted, last=last)
-            for logger in loggers:
-                logger.step(step, metrics | watch.metrics())
+            self._log_saved(loggers, stalls)
+            with stalls.phase(LOGGING):
+                for logger in loggers:
+                    logger.step(step, metrics | watch.metrics())
 
     def _record(
         self, step: int, metrics: dict[str, float], watch: Stopwatch, *, wanted: bool, last: bool
     ) -> dict[str, float]:
         """Save a step if that is wanted, and look after one that is on its way to the disk; the metrics of both.
 
+        Where an earlier one turns out not to have got there, this step takes its place."""
+        measured: dict[str, float] = {}
+
+        def save() -> None:
+            with watch.time("save_checkpoint"):
+                blocking = last or not self.config.trainer.async_save
+                self.manager.save(step, self._measured(step, metrics), blocking=blocking)
+            self._save_is_due = False
+
+        if wanted:
+            self._attempt(save, step, last=last)
+        if wanted or self.config.trainer.async_save:
+            well = self._attempt(lambda: self._hear(watch), step, last=last, in_its_place=not wanted)
+            if not well and not wanted:
+                self._attempt(save, step, last=last)
+        if "save_checkpoint" in watch.seconds:
+            measured["milepost/stall_s"] = watch.seconds["save_checkpoint"]
+        if self._failed_saves:
+            measured["milepost/failed_saves"] = float(self._failed_saves)
+        return measured
+
+    def _attempt(self, act: Callable[[], None], step: int, *, last: bool, in_its_place: bool = False) -> bool:
+        """Save, or ask after a save; whether all is well.
+
         After a save that a disk refused training goes on if the config says so, and the next step is to be saved. The
         last one has no next. An upload that failed has been logged, and noted in the diary, by who tried it: the step
-        is durable here, it is tried again, and what has not arrived at the end of the run is an error then."""
-        in_background = self.config.trainer.async_save and not last
-        measured: dict[str, float] = {}
+        is durable here, it is tried again, and what has not arrived at the end of the run is an error then.
+
+        in_its_place:  whether this step is about to be saved for the one that was not
+        """
         try:
-            if wanted:
-                with watch.time("save_checkpoint"), contextlib.suppress(UploadError):
-                    self.manager.save(step, self._measured(step, metrics), blocking=not in_background)
-                measured["milepost/stall_s"] = watch.seconds["save_checkpoint"]
-                self._save_is_due = False
-            if wanted or self.config.trainer.async_save:
-                with contextlib.suppress(UploadError):
-                    for saved in self.manager.poll():
-                        self.durations.add("save", saved.seconds)
-                        measured |= {"milepost/saved_bytes": float(saved.nbytes), "milepost/write_s": saved.seconds}
+            with contextlib.suppress(UploadError):
+                act()
+        except EarlierStepError as error:  # this step is saved
+            if not last and self.config.trainer.on_save_error == "raise":
+                raise
+            self._save_is_due = False
+            self._tell_of_failure(step, error, "" if last else _GOES_ON)
         except MilepostError as error:
             misused = isinstance(error, CallError) and not isinstance(error, WriteError)
-            lost = isinstance(error, LostRankError)
-            earlier = isinstance(error, EarlierStepError)  # this step is saved
-            ends_well = last and earlier
-            if misused or lost or (not ends_well and (last or self.config.trainer.on_save_error == "raise")):
+            if misused or isinstance(error, LostRankError):
                 raise
-            self._save_is_due = not earlier
-            self._failed_saves += 1
-            measured["milepost/failed_saves"] = float(self._failed_saves)
-            if self.ranks.rank == 0:
-                goes_on = "; training goes on (trainer.on_save_error=warn)" if not last else ""
-                again = "" if earlier else ", and the next step is to be saved"
-                sys.stderr.write(f"milepost: after step {step} a save failed: {error}{goes_on}{again}\n")
-        return measured
+            if last:
+                done = f"step {step} is the last one, and without it the run is not done"
+                raise type(error)(
+                    f"{error}; {done}: the same command goes on from the newest step that is saved"
+                ) from error
+            if self.config.trainer.on_save_error == "raise":
+                raise
+            self._save_is_due = True
+            which = "this step is saved in its place" if in_its_place else "the next step is to be saved"
+            self._tell_of_failure(step, error, f"{_GOES_ON}, and {which}")
+        else:
+            return True
+        return False
+
+    def _tell_of_failure(self, step: int, error: MilepostError, what_now: str) -> None:
+        self._failed_saves += 1
+        if self.ranks.rank == 0:
+            sys.stderr.write(f"milepost: after step {step} a save failed: {error}{what_now}\n")
+
+    def _hear(self, watch: Stopwatch) -> None:
+        """Take note of the steps that have become durable."""
+        with watch.time("poll_saves"):
+            for saved in self.manager.poll():
+                self.durations.add("save", saved.seconds)
+                self._saved.append(saved)
+
+    def _log_saved(self, loggers: Sequence[Logger], stalls: StallWatch) -> None:
+        """Tell the loggers of what has become durable, at the steps that it is about."""
+        saved, self._saved = self._saved, []
+        with stalls.phase(LOGGING):
+            for step in saved:
+                for logger in loggers:
+                    logger.saved(
+                        step.step, {"milepost/saved_bytes": float(step.nbytes), "milepost/write_s": step.seconds}
+                    )
 
     def _remembered(self) -> Callable[[], None]:
         """What puts back all that a step changes before its first update, so that the step can be left undone and done
@@ -195,15 +247,18 @@ class PpoTrainer:
 
         return undo
 
-    def _stop(self, stop: Stop, first: int) -> Stopped:
+    def _stop(self, stop: Stop, first: int, loggers: Sequence[Logger], stalls: StallWatch) -> Stopped:
         """Save the last finished step, unless it is on disk already."""
         if self._undo is not None:
             self._undo()
         step = self._finished
         if step < first:
             return Stopped(stop, step, saved=step > 0)
+        watch = Stopwatch(stalls.phase)
+        saved = True
         try:
-            with contextlib.suppress(UploadError):  # the step is durable here, and the end of the run tries again
+            with watch.time("save_checkpoint"), contextlib.suppress(UploadError):
+                # An upload that failed is tried again at the end of the run, and the step is durable here.
                 self.manager.save(step, self._measured(step, self._metrics))
         except LostRankError:
             raise
@@ -212,9 +267,13 @@ class PpoTrainer:
                 sys.stderr.write(f"milepost: before it, a save had failed: {error}\n")
         except MilepostError as error:
             if self.ranks.rank == 0:
-                sys.stderr.write(f"milepost: stopped on {stop.words}, and step {step} could not be saved: {error}\n")
-            return Stopped(stop, step, saved=False)
-        return Stopped(stop, step, saved=True)
+                sys.stderr.write(f"milepost: stopped on {stop.words}, but {error}\n")
+            saved = False
+        if saved:
+            with contextlib.suppress(UploadError):
+                self._hear(watch)
+            self._log_saved(loggers, stalls)
+        return Stopped(stop, step, saved=saved)
 
     def step(self, step: int, watch: Stopwatch) -> dict[str, float]:
         """One PPO step on the next prompts; returns its metrics over all ranks, without timings."""
@@ -223,11 +282,13 @@ class PpoTrainer:
         batch = self.sampler.next_batch(config.data.train_batch_size)
         spread = Spread.of(len(batch), config.actor_rollout_ref.actor.ppo_mini_batch_size, ranks.data_size)
         own = [batch[position] for position in spread.positions[ranks.data_rank]]
-        prompts = ranks.each(lambda: self._prompts(own))
+        with watch.time("data"):
+            prompts = ranks.each(lambda: self._prompts(own))
         self.preemption.needed = self.durations.longest("update", "save")
         experience, metrics = self.collector.collect(prompts, spread, watch)
         # From here on there is no way back: half of an update is no state to save.
-        self.preemption.poll()
+        with watch.time(AGREEING):
+            self.preemption.poll()
         begun = time.perf_counter()
         self.controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         actor, temperature = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.temperature
@@ -274,13 +335,18 @@ class PpoTrainer:
         validated, held_out = self._held_out
         return metrics | held_out if validated == step else metrics
 
-    def _validate(self, step: int, events: EventLog | None, loggers: Sequence[Logger]) -> None:
+    def _validate(self, step: int, watch: Stopwatch, events: EventLog | None) -> None:
         if self.validator is None:
             return
         begun = time.perf_counter()
-        metrics = self.validator.run(self.models.policy)
+        with watch.time("testing"):
+            metrics = self.validator.run(self.models.policy)
         self._held_out = step, metrics
         if events is not None:
             events.write("validation", step=step, seconds=time.perf_counter() - begun, metrics=metrics)
-        for logger in loggers:
-            logger.validation(step, metrics)
+
+    def _log_validation(self, step: int, loggers: Sequence[Logger], stalls: StallWatch) -> None:
+        if self.validator is not None:
+            with stalls.phase(LOGGING):
+                for logger in loggers:
+                    logger.validation(step, self._held_out[1])

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from milepost.trainer.advantages import AllReduce
 
+TIMING = "timing_s/"
+"""Before the name of what took so many seconds; as verl has it."""
+
 
 class Tally:
     """Sums and counts of this rank, by metric name. Every rank adds to the same names, if only zeros."""
@@ -63,4 +66,4 @@ class Stopwatch:
 
     def metrics(self) -> dict[str, float]:
         """As verl names them: timing_s/<name>."""
-        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+        return {f"{TIMING}{name}": seconds for name, seconds in self.seconds.items()}

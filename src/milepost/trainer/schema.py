@@ -24,8 +24,8 @@ STRATEGIES = {FSDP2: ("fsdp",), DEEPSPEED: (), MEGATRON: ()}
 MEGATRON_FORMS = ("classic", "dist")
 ZERO_DTYPES = {name: DTYPES[name] for name in ("fp32", "bf16")}
 MEGATRON_DTYPES = ZERO_DTYPES
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+SAVEABLE = ("model", "optimizer", "extra", "hf_model")
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 KL_KINDS = {"kl": ("k1",), "abs": (), "mse": ("k2",), "low_var_kl": ("k3",)}
 
 
@@ -250,9 +250,9 @@ class CheckpointConfig:
     save_contents: list[str] = key(
         ["model", "optimizer", "extra"],
         "what a step holds; the first three go together, hf_model adds Hugging Face weights",
-        choices=CONTENTS,
+        choices=SAVEABLE,
     )
-    load_contents: list[str] = key(II(".save_contents"), "what a resume reads", choices=CONTENTS)
+    load_contents: list[str] = key(II(".save_contents"), "what a resume reads", choices=SAVEABLE)
     megatron_format: str = key(
         "classic", "strategy megatron: a file for each rank, or Megatron's dist_checkpointing", choices=MEGATRON_FORMS
     )
@@ -264,10 +264,14 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class CriticCheckpointConfig(CheckpointConfig):
     save_contents: list[str] = key(
-        II("actor_rollout_ref.actor.checkpoint.save_contents"), "as the actor's: one step holds both", choices=CONTENTS
+        II("actor_rollout_ref.actor.checkpoint.save_contents"),
+        "as the actor's: one step holds both",
+        choices=SAVEABLE,
     )
     load_contents: list[str] = key(
-        II("actor_rollout_ref.actor.checkpoint.load_contents"), "as the actor's: one step holds both", choices=CONTENTS
+        II("actor_rollout_ref.actor.checkpoint.load_contents"),
+        "as the actor's: one step holds both",
+        choices=SAVEABLE,
     )
     megatron_format: str = key(
         II("actor_rollout_ref.actor.checkpoint.megatron_format"), "as the actor's", choices=MEGATRON_FORMS
@@ -458,7 +462,7 @@ class TrainerConfig:
     stop_signals: list[str] = key(
         ["SIGTERM", "SIGUSR1"],
         "signals, to any process of the run, on which all ranks save and exit with status 75",
-        choices={name: (name.removeprefix("SIG"),) for name in STOP_SIGNALS},
+        choices={name: (name.removeprefix("SIG"),) for name in SIGNALS},
     )
     shutdown_timeout: float = key(
         600.0, "seconds after such a signal, or after machines have come, until workers are killed", above=0
@@ -473,7 +477,7 @@ class TrainerConfig:
     )
     stall_action: str = key(
         "warn",
-        "a phase of a step that hangs: tell of it and write all stacks; restart: end the workers too, so that all "
+        "a phase that hangs: tell of it and write all stacks; restart: end the workers too, so that all "
         "start again; off: do not watch",
         choices=("warn", "restart", "off"),
     )
@@ -483,6 +487,12 @@ class TrainerConfig:
     stall_floor: float = key(
         600.0,
         "seconds below which no phase counts as hanging; where nothing is known of it yet, three times as many",
+        above=0,
+    )
+    stall_once: float = key(
+        3600.0,
+        "seconds after which that hangs which comes once a start: file locks, models, the resume with what it fetches, "
+        "the end with what it uploads",
         above=0,
     )
     nnodes: int = key(1, "machines", minimum=1)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import xxhash
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from milepost.checkpoint.comm import on_rank_0
@@ -19,40 +16,30 @@ from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption
 from milepost.checkpoint.remote.mirror import try_at_start
 from milepost.checkpoint.retention import Retention
-from milepost.engines.base import TrainingEngine
-from milepost.engines.deepspeed.install import check_installed
-from milepost.engines.deepspeed.setup import ZeroSettings, start
-from milepost.engines.fsdp import MESH_DIM, Sharding
-from milepost.engines.optim import OptimizerSettings
+from milepost.engines.fsdp import MESH_DIM
 from milepost.errors import CallError
 from milepost.layouts.huggingface import CONFIG, HuggingFaceLayout
-from milepost.trainer import megatron_setup, zero_models
-from milepost.trainer.base_model import build_base_model
+from milepost.trainer import megatron_setup
+from milepost.trainer.base_model import build_base_model, build_tokenizer
 from milepost.trainer.data import PromptDataset
-from milepost.trainer.experience import Collector, ForwardSizes, Judge, Models
+from milepost.trainer.experience import Collector, ForwardSizes, Judge
 from milepost.trainer.kl import make_kl_controller
+from milepost.trainer.lengths import check_positions, check_prompts
 from milepost.trainer.logging import warm_start_bar
 from milepost.trainer.loop import PpoTrainer
 from milepost.trainer.models import (
     ModelSource,
     convert_gguf,
-    load_critic,
-    load_policy,
     load_tokenizer,
     special_tokens,
 )
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.reward import load_reward
+from milepost.trainer.roles import load_models
 from milepost.trainer.rollout import Sampling
 from milepost.trainer.sampler import GlobalSampler
-from milepost.trainer.schedule import lr_factor, schedule_steps
 from milepost.trainer.schema import (
-    DEEPSPEED,
     MEGATRON,
-    DataConfig,
-    DeepSpeedConfig,
-    FsdpConfig,
-    OptimConfig,
     TrainConfig,
     TrainerConfig,
 )
@@ -60,7 +47,6 @@ from milepost.trainer.task import addition_datasets
 from milepost.trainer.validate import Validator
 from milepost.units import parse_bytes
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONVERTED = "from_gguf"
 
 
@@ -97,11 +83,11 @@ def build_trainer(
     # What is cheap to find wrong is looked at before models are made or loaded.
     reward = ranks.each(lambda: load_reward(config.reward.path, config.reward.reward_kwargs))
     datasets_read = ranks.each(lambda: read_datasets(config))
+    on_rank_0(ranks.comm, lambda: check_lengths(datasets_read, config, tokenizer_beforehand(config)))
     remote = config.trainer.remote_dir
     events = EventLog(run_directory(config) / EVENTS)
-    if (
-        remote is not None and not attempt
-    ):  # a restart need not find out again, and would wait where there is no network
+    if remote is not None and not attempt:
+        # A restart need not find out again, and would wait where there is no network.
         on_rank_0(ranks.comm, lambda: try_at_start(remote, run_directory(config), events))
     policy_source, critic_source = prepare_models(config, ranks)
     tokenizer_path = config.actor_rollout_ref.model.tokenizer_path
@@ -242,6 +228,26 @@ def read_datasets(config: TrainConfig) -> Datasets:
     return Datasets(train, validation)
 
 
+def tokenizer_beforehand(config: TrainConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, where it is known before models are made; None where it comes out of a GGUF file."""
+    model = config.actor_rollout_ref.model
+    if model.path is None and model.tokenizer_path is None:
+        return build_tokenizer()
+    path = (None if model.gguf_file else model.path) if model.tokenizer_path is None else model.tokenizer_path
+    return None if path is None else load_tokenizer(Path(path).expanduser(), trust_remote_code=model.trust_remote_code)
+
+
+def check_lengths(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuse prompts that are too long, in files whose long prompts are not left out, and among the embedded ones."""
+    data = config.data
+    for name, files, dataset in (
+        ("data.train_files", data.train_files, datasets.train),
+        ("data.val_files", data.val_files, datasets.validation),
+    ):
+        if tokenizer is not None and dataset is not None and not (files and data.filter_overlong_prompts):
+            check_prompts(dataset, data, tokenizer, name)
+
+
 def filtered(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     """Without the prompts that are too long, where the config wants them out. The embedded ones are short."""
     data = config.data
@@ -258,35 +264,6 @@ def filtered(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedToken
     )
 
 
-def check_positions(models: Models, data: DataConfig) -> None:
-    """Refuse sequences that are longer than the positions that a model has learned: it has no vector for those behind,
-    and the first long response would end the run."""
-    longest = data.max_prompt_length + data.max_response_length
-    for key, model in (("actor_rollout_ref.model.path", models.policy), ("critic.model.path", models.value_model)):
-        positions = learned_positions(model)
-        if positions is not None and positions < longest:
-            raise CallError(
-                f"{key}: this model has learned {positions} positions, and data.max_prompt_length="
-                f"{data.max_prompt_length} + data.max_response_length={data.max_response_length} is {longest}: lower "
-                "them"
-            )
-
-
-def learned_positions(model: Any) -> int | None:
-    """For how many positions a model has learned a vector; None for one that turns or biases by position, or none."""
-    names = ("wpe", "embed_positions", "position_embeddings")
-    found = [
-        getattr(module, "num_embeddings", None)
-        for name, module in (model.named_modules() if isinstance(model, nn.Module) else ())
-        if name.rpartition(".")[2] in names
-    ]
-    counts = [count for count in found if isinstance(count, int)]
-    config = getattr(model, "config", None)
-    # Some keep a few rows for padding: what the config says is what can be used.
-    told = getattr(config, "max_position_embeddings", None)
-    return min([*counts, *([told] if isinstance(told, int) else [])]) if counts else None
-
-
 def training_steps(config: TrainConfig, prompts: int) -> int:
     """The last step: as set, or so many that all epochs' prompts have been seen."""
     if config.trainer.total_training_steps is not None:
@@ -298,90 +275,6 @@ def training_steps(config: TrainConfig, prompts: int) -> int:
             f"{config.trainer.total_epochs} epochs: there is no step to train"
         )
     return steps
-
-
-def load_models(
-    config: TrainConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
-    policy: ModelSource,
-    critic: ModelSource,
-    total_steps: int,
-) -> Models:
-    """Actor, critic and, where a KL is asked for, the reference. Here it is decided which engine holds which.
-
-    The reference is under FSDP2 whatever trains the actor: nothing of it is ever updated or saved.
-    """
-    role, critic_role, seed = config.actor_rollout_ref.actor, config.critic, config.trainer.seed
-    optimizer = _optimizer(role.optim, role.grad_clip, total_steps)
-    critic_optimizer = _optimizer(critic_role.optim, critic_role.grad_clip, total_steps)
-    if DEEPSPEED in (role.strategy, critic_role.strategy):
-        check_installed()
-        start(device)
-    actor: TrainingEngine
-    value_model: TrainingEngine
-    if config.trainer.joint_engine:
-        both = (optimizer, critic_optimizer)
-        actor = zero_models.load_joint(policy, critic, device, _zero(role.deepspeed_config), both, seed)
-        value_model = actor
-    elif role.strategy == MEGATRON:
-        actor, value_model = megatron_setup.load_roles(config, policy, critic, device, (optimizer, critic_optimizer))
-    else:
-        if role.strategy == DEEPSPEED:
-            actor = zero_models.load_policy(policy, device, _zero(role.deepspeed_config), optimizer, seed)
-        else:
-            actor = load_policy(policy, mesh, device, **_fsdp(role.fsdp_config), optimizer=optimizer, seed=seed)
-        if critic_role.strategy == DEEPSPEED:
-            zero = _zero(critic_role.deepspeed_config)
-            value_model = zero_models.load_critic(critic, device, zero, critic_optimizer, seed)
-        else:
-            fsdp = _fsdp(critic_role.fsdp_config)
-            value_model = load_critic(critic, mesh, device, **fsdp, optimizer=critic_optimizer, seed=seed)
-    reference = None
-    if config.algorithm.use_kl_in_reward or role.use_kl_loss:
-        fsdp = _fsdp(role.fsdp_config)
-        if role.strategy == DEEPSPEED:
-            fsdp = _as_zero(role.deepspeed_config)
-        elif role.strategy == MEGATRON:
-            fsdp = {"dtype": _DTYPES[role.megatron.dtype], "sharding": Sharding(_DTYPES[role.megatron.dtype])}
-        reference = load_policy(policy, mesh, device, **fsdp, optimizer=None, seed=seed)
-    return Models(actor, value_model, reference)
-
-
-def _fsdp(config: FsdpConfig) -> dict[str, Any]:
-    sharding = Sharding(_DTYPES[config.dtype], _DTYPES[config.reduce_dtype], config.reshard_after_forward)
-    return {"dtype": _DTYPES[config.model_dtype], "sharding": sharding}
-
-
-def _as_zero(config: DeepSpeedConfig) -> dict[str, Any]:
-    """FSDP2 of a frozen model whose forward computes what that of the same weights under ZeRO does."""
-    return {"dtype": _DTYPES[config.dtype], "sharding": Sharding(_DTYPES[config.dtype])}
-
-
-def _zero(config: DeepSpeedConfig) -> ZeroSettings:
-    return ZeroSettings(
-        config.zero_stage,
-        _DTYPES[config.dtype],
-        _DTYPES[config.reduce_dtype],
-        config.offload_optimizer,
-        config.ds_config,
-    )
-
-
-def _optimizer(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
-    total, warmup = schedule_steps(config, total_steps)
-
-    def factor(step: int) -> float:
-        return lr_factor(
-            step,
-            kind=config.lr_scheduler_type,
-            total_steps=total,
-            warmup_steps=warmup,
-            min_lr_ratio=config.min_lr_ratio,
-        )
-
-    beta1, beta2 = config.betas
-    return OptimizerSettings(config.lr, (beta1, beta2), config.weight_decay, factor, grad_clip)
 
 
 def model_fingerprint(directory: Path) -> str:

@@ -1,4 +1,7 @@
-"""A watch over the phases of a step: one that takes far longer than it ever did is told of while it still hangs.
+"""A watch over the phases of a run: one that takes far longer than it ever did is told of while it still hangs.
+
+What a step consists of is compared with its own history, in which earlier sessions count. What comes once a session (a
+start with its file locks, models, a resume, the end with its uploads) has none that tells anything, and a fixed limit.
 
 Ranks wait for one another in almost every phase, so where one hangs all of them do, and each tells of it by itself. The
 one that says nothing is the one to look at: its process is stopped, or gone, or its machine is.
@@ -16,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,11 @@ from milepost.wording import disk_error, duration
 
 FOLDER = "stalls"
 EXIT_STATUS = 3
+START, MODELS, RESUME, END = "start", "models", "resume", "end"
+"""Phases that come once a session."""
+LOGGING, AGREEING = "logging", "agreeing"
+"""Phases of a step that no `timing_s/` metric is about: metrics go out; ranks ask one another whether to stop."""
+_ONCE = (START, MODELS, RESUME, END)
 _FIRST_TIME = 3.0  # times the floor, for a phase of which nothing is known yet
 _GRACE = 15.0  # seconds after which the thread must have had its turn
 _LONGEST_LOOK = 1.0
@@ -38,22 +46,34 @@ class StallLimits:
 
     factor:   times the longest that it took before
     floor:    seconds below which nothing counts
+    once:     seconds for each of the phases that come once a session
     restart:  whether the process is ended
     """
 
     factor: float
     floor: float
+    once: float
     restart: bool = False
+
+    def of(self, phase: str, known: float) -> float:
+        """The limit of a phase in seconds. `known`: the longest that it took before, 0 where nothing is known."""
+        if phase in _ONCE:
+            return self.once
+        return max(self.floor * (1.0 if known else _FIRST_TIME), self.factor * known)
 
 
 class StallWatch:
-    """Watches one rank's phases; `phase` marks them.
+    """Watches one rank's phases; `phase` marks them, one at a time.
 
-    folder:  where the stacks go, `stalls/` in the run's folder
-    events:  the run's diary; every rank that stalls writes a line of its own
+    limits:   None: nothing is watched
+    folder:   where the stacks go, `stalls/` in the run's folder
+    events:   the run's diary; every rank that stalls writes a line of its own
+    step:     the step that this rank is at, 0 before the first of a session
     """
 
-    def __init__(self, limits: StallLimits, folder: Path, events: EventLog, rank: int, world_size: int) -> None:
+    def __init__(
+        self, limits: StallLimits | None, folder: Path, events: EventLog, rank: int = 0, world_size: int = 1
+    ) -> None:
         self._limits = limits
         self._folder = folder
         self._events = events
@@ -66,13 +86,20 @@ class StallWatch:
         self._closed = False
         self.step = 0
         self._thread = threading.Thread(target=self._watch, name="milepost-stall-watch", daemon=True)
-        self._thread.start()
+        if limits is not None:
+            self._thread.start()
+
+    def remember(self, earlier: Mapping[str, Sequence[float]]) -> None:
+        """Take in how long phases took in earlier sessions, by name, in seconds."""
+        self._durations = Durations(earlier)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Watch the block as a phase of that name."""
-        known = self._durations.longest(name)
-        limit = max(self._limits.floor * (1.0 if known else _FIRST_TIME), self._limits.factor * known)
+        if self._limits is None:
+            yield
+            return
+        limit = self._limits.of(name, self._durations.longest(name))
         begun = time.monotonic()
         with self._change:
             self._now, self._told = (name, begun, limit), False
@@ -95,7 +122,8 @@ class StallWatch:
         with self._change:
             self._closed = True
             self._change.notify()
-        self._thread.join(timeout=_LONGEST_LOOK * 5)
+        if self._limits is not None:
+            self._thread.join(timeout=_LONGEST_LOOK * 5)
 
     def _watch(self) -> None:
         while True:
@@ -115,12 +143,12 @@ class StallWatch:
         seconds = time.monotonic() - begun
         # Before anything that may hang too: the disk may be what hangs.
         sys.stderr.write(
-            f"milepost: {self._who}: step {self.step}: {name} goes on for {duration(seconds)} "
+            f"milepost: {self._who}: {self._where()}: {name} goes on for {duration(seconds)} "
             f"(limit {duration(limit)}); the stacks of all ranks go to {self._folder}\n"
         )
         sys.stderr.flush()
         self._record(name, seconds, limit)
-        if self._limits.restart:
+        if self._limits is not None and self._limits.restart:
             sys.stderr.write(f"milepost: {self._who}: ends, so that all workers start again\n")
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
@@ -130,7 +158,7 @@ class StallWatch:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with file.open("w") as out:
-                out.write(f"{self._who}, process {os.getpid()}: step {self.step}, {name} for {seconds:.1f} s\n\n")
+                out.write(f"{self._who}, process {os.getpid()}: {self._where()}, {name} for {seconds:.1f} s\n\n")
                 out.flush()
                 faulthandler.dump_traceback(out, all_threads=True)
         except OSError as error:
@@ -147,3 +175,6 @@ class StallWatch:
             limit=limit,
             stacks=str(file.relative_to(self._folder.parent)),
         )
+
+    def _where(self) -> str:
+        return f"step {self.step}" if self.step else "before its first step"

@@ -12,11 +12,10 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from uuid import uuid4
 
 import torch
@@ -30,7 +29,6 @@ from milepost.checkpoint.files import make_directory
 from milepost.checkpoint.lock import exclusive
 from milepost.checkpoint.preemption import (
     CLOSING,
-    REQUEUE,
     RESIZE,
     Durations,
     Preemption,
@@ -43,18 +41,18 @@ from milepost.engines import rng
 from milepost.engines.cpu_compat import choose_cpu
 from milepost.errors import CallError, LostRankError, MilepostError, UploadError
 from milepost.trainer.config import config_yaml, load_config
+from milepost.trainer.earlier import earlier_durations, earlier_phases, earlier_rewards
+from milepost.trainer.ending import crash, done, stopped, told, verdict
 from milepost.trainer.launch import RUN_ID, VERDICT_FILE
 from milepost.trainer.logging import TENSORBOARD_DIR, ConsoleLogger, Logger, TensorBoardLogger
 from milepost.trainer.loop import PpoTrainer, Stopped
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import DEEPSPEED, TrainConfig
 from milepost.trainer.setup import build_trainer, run_directory
-from milepost.trainer.stall import FOLDER, StallLimits, StallWatch
+from milepost.trainer.stall import END, FOLDER, LOGGING, MODELS, RESUME, START, StallLimits, StallWatch
 
 CONFIG_COPY = "config.yaml"
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker")
-"""In the words of gloo and NCCL."""
-_PATIENCE = 1800.0  # seconds
+_MEETING_SECONDS = 1800.0  # in which ranks come to the same save or resume
 _LINGER = 5.0
 _TO_PART = 10.0  # seconds that a process which stops needs for itself at the end
 
@@ -112,113 +110,56 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def stopped(ending: Stopped, signals: StopSignals, verdict_file: str | None) -> int:
-    """The exit status of a run that was asked to stop, left as `verdict` leaves it."""
-    if ending.why.reason == RESIZE:
-        # This machine's agent may not have seen yet that others come: it must not think that all is done.
-        return 0 if signals.await_resize() else MilepostError.exit_status
-    if verdict_file is None:
-        return REQUEUE
-    _leave_verdict(Path(verdict_file), REQUEUE)
-    return 0
-
-
-def _leave_verdict(file: Path, status: int) -> bool:
-    """Leave the status for the agent, unless another rank has; whether this one spoke."""
-    file.parent.mkdir(exist_ok=True)  # what tidies up /tmp may have taken it away from a long run
-    try:
-        with file.open("x") as out:
-            out.write(str(status))
-    except FileExistsError:
-        return False
-    return True
-
-
-def verdict(error: MilepostError, verdict_file: str | None) -> int:
-    """Tell the user of an error that no restart can mend, and return the exit status.
-
-    torchrun restarts whatever fails, so under `milepost train` the worker writes the status into a file, ends as if
-    well, and `milepost.trainer.agent` ends the run with that status. Who creates the file speaks for all ranks.
-    """
-    if os.environ.get("MILEPOST_DEBUG"):
-        traceback.print_exception(error)
-    if verdict_file is None:
-        if int(os.environ.get("RANK", "0")) == 0:
-            sys.stderr.write(f"milepost: {error}\n")
-        return error.exit_status
-    if _leave_verdict(Path(verdict_file), error.exit_status):
-        sys.stderr.write(f"milepost: {error}\n")
-    return 0
-
-
-def crash(error: Exception, root: Path) -> int:
-    """Tell of an error that a restart may mend, in one line; torchrun sees the status and restarts all workers."""
-    rank = os.environ.get("RANK", "0")
-    trace = "".join(traceback.format_exception(error))
-    if os.environ.get("MILEPOST_DEBUG"):
-        sys.stderr.write(trace)
-    if isinstance(error, LostRankError) or any(words in str(error) for words in _PEER_GONE):
-        sys.stderr.write(f"milepost: rank {rank}: another rank is gone, so this one stops\n")
-        return MilepostError.exit_status
-    file = root / f"crash_rank_{rank}.txt"
-    where = f"traceback in {file}"
-    try:
-        file.write_text(trace)
-    except OSError:
-        where = "for a traceback set MILEPOST_DEBUG=1"
-    said = (str(error).strip().splitlines() or [""])[0]
-    sys.stderr.write(f"milepost: rank {rank}: {type(error).__name__}: {said} ({where})\n")
-    return MilepostError.exit_status
-
-
 def train(config: TrainConfig, device: torch.device, signals: StopSignals | None = None) -> Stopped | None:
     """Run the config as one rank of the process group, from the newest step on or afresh. Returns why it was stopped,
     None where it came to its end."""
     # Here every rank makes every call: one that does not come hangs, which the watch over phases is for. Ranks wait for
     # one another longer than for their files, so that it is told which file it was.
-    ranks = Ranks(device, TorchCommunicator(3 * config.trainer.save_timeout, _PATIENCE))
+    ranks = Ranks(device, TorchCommunicator(3 * config.trainer.save_timeout, _MEETING_SECONDS))
     root = run_directory(config)
     signals = StopSignals(()) if signals is None else signals
-    variable, margin = config.trainer.esi_deadline_env, config.trainer.esi_redundant_time
-    deadline = ranks.each(lambda: deadline_of(variable, os.environ))
-    preemption = Preemption(signals, ranks.highest, deadline, margin)
     with contextlib.ExitStack() as held:
-        probe_root(ranks.comm, root)
-        run_id, attempt = on_rank_0(ranks.comm, lambda: _enter(root, held))
-        on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
-        if variable is not None and deadline is None and ranks.rank == 0:
-            sys.stderr.write(f"milepost: trainer.esi_deadline_env: ${variable} is not set, so no deadline is watched\n")
-        ending = _train(config, ranks, run_id, attempt, preemption)
+        stalls = held.enter_context(contextlib.closing(watch_for_stalls(config, ranks)))
+        with stalls.phase(START):
+            preemption = watch_for_stops(config, ranks, signals)
+            probe_root(ranks.comm, root)
+            run_id, attempt = on_rank_0(ranks.comm, lambda: _enter(root, held))
+            on_rank_0(ranks.comm, lambda: _try_to_write(root, config))
+        ending = _train(config, ranks, run_id, attempt, preemption, stalls)
         ranks.comm.close()
     return ending
 
 
-def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preemption: Preemption) -> Stopped | None:
+def _train(
+    config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preemption: Preemption, stalls: StallWatch
+) -> Stopped | None:
     root = run_directory(config)
-    diary = EventLog(root / EVENTS)
-    events = diary if ranks.rank == 0 else None
-    durations = Durations(on_rank_0(ranks.comm, lambda: earlier_durations(read_events(root / EVENTS))))
-    if events is not None:
-        events.write(
-            "start",
-            run_id=run_id,
-            attempt=attempt,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            world_size=ranks.world_size,
-            nproc=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            engine=config.actor_rollout_ref.actor.strategy,
-            version=milepost.__version__,
-        )
+    events = EventLog(root / EVENTS) if ranks.rank == 0 else None
+    with stalls.phase(START):
+        durations, phases = on_rank_0(ranks.comm, lambda: _earlier(root))
+        stalls.remember(phases)
+        if events is not None:
+            events.write(
+                "start",
+                run_id=run_id,
+                attempt=attempt,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                world_size=ranks.world_size,
+                nproc=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                engine=config.actor_rollout_ref.actor.strategy,
+                version=milepost.__version__,
+            )
     loggers: list[Logger] = []
     trainer: PpoTrainer | None = None
-    stalls = watch_for_stalls(config, root, diary, ranks)
     try:
-        trainer = build_trainer(
-            config, ranks, run_id=run_id, attempt=attempt, preemption=preemption, durations=durations
-        )
-        rng.seed_all(config.trainer.seed, 0, ranks.world_size, ranks.rank)
-        resume(trainer)
+        with stalls.phase(MODELS):
+            trainer = build_trainer(
+                config, ranks, run_id=run_id, attempt=attempt, preemption=preemption, durations=Durations(durations)
+            )
+            rng.seed_all(config.trainer.seed, 0, ranks.world_size, ranks.rank)
+        with stalls.phase(RESUME):
+            resume(trainer)
         next_step = trainer.manager.report.next_step
         if ranks.rank == 0:
             print("\n".join(trainer.manager.report.lines()), flush=True)
@@ -228,7 +169,8 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preempt
                     "trainer.total_training_steps or trainer.total_epochs",
                     flush=True,
                 )
-            loggers += make_loggers(config, root, next_step, trainer.total_steps)
+            with stalls.phase(LOGGING):
+                loggers += make_loggers(config, root, next_step, trainer.total_steps)
         ending = trainer.run(next_step, events, loggers, stalls)
     except BaseException as error:
         _linger(trainer)
@@ -242,26 +184,38 @@ def _train(config: TrainConfig, ranks: Ranks, run_id: str, attempt: int, preempt
                 events.write("stop", reason="error", error=str(error))
         raise
     finally:
-        for logger in loggers:
-            logger.close()
-        if stalls is not None:
-            stalls.close()
-    if ending is None:
-        trainer.manager.close(step=max(next_step - 1, trainer.total_steps))
-    else:
-        why = ending.why
-        # Uploads get what is left until the agent ends this process.
-        patience = max(0.0, config.trainer.shutdown_timeout - _TO_PART - (time.monotonic() - why.since))
-        try:
-            trainer.manager.close(
-                why.reason, patience=patience, signal=why.signal, step=ending.step, saved=ending.saved
-            )
-        except UploadError as error:  # it is durable here: that the network fails changes nothing about the stop
-            if ranks.rank == 0:
-                sys.stderr.write(f"milepost: {error}; the next start uploads it\n")
-        if ranks.rank == 0 and ending.why.reason != RESIZE:
-            print(told(ending), flush=True)
+        with stalls.phase(LOGGING):
+            for logger in loggers:
+                logger.close()
+    with stalls.phase(END):
+        _close(config, trainer, next_step, ending)
     return ending
+
+
+def _close(config: TrainConfig, trainer: PpoTrainer, next_step: int, ending: Stopped | None) -> None:
+    """The run is over: what is on its way arrives, and the diary has its end."""
+    rank = trainer.ranks.rank
+    if ending is None:
+        step = max(next_step - 1, trainer.total_steps)
+        trainer.manager.close(step=step)
+        if rank == 0 and step >= next_step:
+            print(done(run_directory(config), step, next(iter(trainer.models.roles))), flush=True)
+        return
+    why = ending.why
+    # Uploads get what is left until the agent ends this process.
+    patience = max(0.0, config.trainer.shutdown_timeout - _TO_PART - (time.monotonic() - why.since))
+    try:
+        trainer.manager.close(why.reason, patience=patience, signal=why.signal, step=ending.step, saved=ending.saved)
+    except UploadError as error:  # it is durable here: that the network fails changes nothing about the stop
+        if rank == 0:
+            sys.stderr.write(f"milepost: {error}; the next start uploads it\n")
+    if rank == 0 and why.reason != RESIZE:
+        print(told(ending), flush=True)
+
+
+def _earlier(root: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    events = read_events(root / EVENTS)
+    return earlier_durations(events), earlier_phases(events)
 
 
 def _linger(trainer: PpoTrainer | None) -> None:
@@ -270,35 +224,31 @@ def _linger(trainer: PpoTrainer | None) -> None:
         trainer.manager.linger(_LINGER)
 
 
-def told(ending: Stopped) -> str:
-    """The last line of a run that was asked to stop."""
-    if not ending.step:
-        kept = "before the first step"
-    else:
-        kept = f"step {ending.step} is saved" if ending.saved else f"step {ending.step} is NOT saved"
-    return (
-        f"stopped on {ending.why.words}, {kept}; the same command goes on from there (exit status {REQUEUE}: requeue)"
+def watch_for_stalls(config: TrainConfig, ranks: Ranks) -> StallWatch:
+    """A watch on this rank's phases, if the config asks for one; else one that watches nothing."""
+    trainer, root = config.trainer, run_directory(config)
+    limits = StallLimits(
+        trainer.stall_factor,
+        trainer.stall_floor,
+        trainer.stall_once,
+        restart=trainer.stall_action == "restart",
+    )
+    return StallWatch(
+        None if trainer.stall_action == "off" else limits,
+        root / FOLDER,
+        EventLog(root / EVENTS),
+        ranks.rank,
+        ranks.world_size,
     )
 
 
-def watch_for_stalls(config: TrainConfig, root: Path, diary: EventLog, ranks: Ranks) -> StallWatch | None:
-    """A watch on this rank's phases, if the config asks for one."""
-    trainer = config.trainer
-    if trainer.stall_action == "off":
-        return None
-    limits = StallLimits(trainer.stall_factor, trainer.stall_floor, restart=trainer.stall_action == "restart")
-    return StallWatch(limits, root / FOLDER, diary, ranks.rank, ranks.world_size)
-
-
-def earlier_durations(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """How long steps and saves took before, newest last; odd lines are left out."""
-    found: dict[str, list[float]] = {"step": [], "save": []}
-    for event in events:
-        name = {"step": "step", "save_durable": "save"}.get(str(event["event"]))
-        seconds = event.get("seconds")
-        if name is not None and isinstance(seconds, int | float):
-            found[name].append(float(seconds))
-    return {name: seconds[-20:] for name, seconds in found.items()}
+def watch_for_stops(config: TrainConfig, ranks: Ranks, signals: StopSignals) -> Preemption:
+    """Where the ranks agree to stop: on these signals, and before the deadline that the config names."""
+    variable = config.trainer.esi_deadline_env
+    deadline = ranks.each(lambda: deadline_of(variable, os.environ))
+    if variable is not None and deadline is None and ranks.rank == 0:
+        sys.stderr.write(f"milepost: trainer.esi_deadline_env: ${variable} is not set, so no deadline is watched\n")
+    return Preemption(signals, ranks.highest, deadline, config.trainer.esi_redundant_time)
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -349,16 +299,6 @@ def make_loggers(config: TrainConfig, root: Path, next_step: int, total_steps: i
     if "tensorboard" in config.trainer.logger:
         loggers.append(TensorBoardLogger(root / TENSORBOARD_DIR, next_step))
     return loggers
-
-
-def earlier_rewards(events: Sequence[Mapping[str, Any]], next_step: int) -> list[float]:
-    """The mean rewards of the steps before `next_step` as the diary has them, in order; odd lines are left out."""
-    rewards: dict[int, float] = {}
-    for event in events:
-        step, reward = event.get("step"), event.get("reward")
-        if event["event"] == "step" and isinstance(step, int) and isinstance(reward, int | float):
-            rewards[step] = float(reward)
-    return [rewards[step] for step in sorted(rewards) if step < next_step]
 
 
 def quiet(device: torch.device) -> None:
