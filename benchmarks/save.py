@@ -15,9 +15,10 @@ as its users call it, take turns; a round before the others is not counted:
     write + fsync       the floor of a total, through the system's cache
     write direct        the same, past it
 
-`stall` is how long the call takes, `total` until all is flushed; both of the slower rank. Memory is anonymous and
-shared, of a rank and its child processes: `more` is the most beside what they had before the save, `kept` what stays
-between saves to be used again.
+`stall` is how long the call takes, `total` until all is flushed; both of the slower rank. `CPU s` is processor time
+until then, of all threads of that rank, child processes left out. Memory is anonymous and shared, of a rank and its
+child processes: `more` is the most beside what they had before the save, `kept` what stays between saves to be used
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import mmap
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import RANK, on_ranks
 from measuring import MemoryWatch
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -62,6 +63,7 @@ class Sample:
 
     stall: float
     total: float
+    cpu: float
     more: int
     kept: int
 
@@ -97,11 +99,7 @@ def main() -> None:
     given = parser.parse_args()
     nbytes = 4e6 if given.tiny else given.gigabytes * 1e9
     with tempfile.TemporaryDirectory(dir=given.work) as work:
-        out = Path(work) / "samples.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command = [*torchrun, __file__, "--rank", work, str(out), str(nbytes), str(given.rounds)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        results = json.loads(out.read_text())
+        results = on_ranks(__file__, RANKS, work, nbytes, given.rounds)
     print(f"\n{results['nbytes'] / 1e6:.0f} MB on each of {RANKS} ranks, median of {given.rounds}")
     print("\n".join(table(results["samples"], results["kept"], results["nbytes"])))
     if given.json:
@@ -110,20 +108,19 @@ def main() -> None:
 
 def table(samples: dict[str, list[dict[str, Any]]], kept: dict[str, int], nbytes: int) -> list[str]:
     """Medians as lines; rates of one rank's bytes; `x`: against memcpy, and against milepost's blocking save."""
-    rows = [
-        f"{'':20}{'stall s':>9}{'x memcpy':>10}{'total s':>9}{'MB/s':>8}{'x milepost':>12}{'more MB':>9}{'kept MB':>9}"
-    ]
+    heads = f"{'stall s':>9}{'x memcpy':>10}{'total s':>9}{'MB/s':>8}{'x milepost':>12}{'CPU s':>8}{'more MB':>9}"
+    rows = [f"{'':20}{heads}{'kept MB':>9}"]
     copy = statistics.median(sample["stall"] for sample in samples["memcpy"])
     base = statistics.median(sample["total"] for sample in samples["milepost"])
     for name, of_one in samples.items():
-        stall, total = (statistics.median(sample[key] for sample in of_one) for key in ("stall", "total"))
+        stall, total, cpu = (statistics.median(one[key] for one in of_one) for key in ("stall", "total", "cpu"))
         more = max(sample["more"] for sample in of_one)
         times = f"{stall:9.3f}{stall / copy:10.2f}{total:9.3f}{nbytes / total / 1e6:8.0f}{total / base:12.2f}"
-        rows.append(f"{name:20}{times}{more / 1e6:9.0f}{kept[name] / 1e6:9.0f}")
+        rows.append(f"{name:20}{times}{cpu:8.3f}{more / 1e6:9.0f}{kept[name] / 1e6:9.0f}")
     return rows
 
 
-def rank_main(work: Path, out: Path, nbytes: float, rounds: int) -> None:
+def rank_main(out: Path, work: Path, nbytes: float, rounds: int) -> None:
     """What each rank does: build the model once, then save it again and again."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -153,7 +150,7 @@ def rank_main(work: Path, out: Path, nbytes: float, rounds: int) -> None:
     kept: dict[str, int] = {}
     for number in range(rounds + 1):
         for name, save in contenders.items():
-            clear(work, out)
+            clear(work)
             sample = measured(save, number + 1)
             if dist.get_rank() == 0:
                 print(
@@ -257,12 +254,12 @@ def raw_write(buffer: torch.Tensor, path: Path, flags: int) -> None:
     os.close(fd)
 
 
-def clear(work: Path, keep: Path) -> None:
+def clear(work: Path) -> None:
     """Remove what was saved, and let the disk come to rest."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in work.iterdir():
-            if path.is_file() and path != keep:
+            if path.is_file():
                 path.unlink()
             elif path.name in ("milepost", "async"):
                 for step in path.glob("global_step_*"):
@@ -277,20 +274,20 @@ def measured(save: Callable[[int], Callable[[], None]], step: int) -> Sample:
     """One save, over all ranks."""
     watch = MemoryWatch(os.getpid())
     before = MemoryWatch.now(os.getpid())
-    begun = time.perf_counter()
+    begun, before_cpu = time.perf_counter(), time.process_time()
     wait = save(step)
     stall = time.perf_counter() - begun
     wait()
-    total = time.perf_counter() - begun
+    total, cpu = time.perf_counter() - begun, time.process_time() - before_cpu
     watch.stop()
     memory = [max(watch.peak_anon - before, 0), max(MemoryWatch.now(os.getpid()) - before, 0)]
-    values = torch.tensor([stall, total, *memory], dtype=torch.double)
+    values = torch.tensor([stall, total, cpu, *memory], dtype=torch.double)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return Sample(float(values[0]), float(values[1]), int(values[2]), int(values[3]))
+    return Sample(float(values[0]), float(values[1]), float(values[2]), int(values[3]), int(values[4]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
+    if sys.argv[1:2] == [RANK]:
         rank_main(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

@@ -1,12 +1,16 @@
 """What saves cost training: seconds a step with none, with one at every step behind its back, and with one that blocks.
 
-    python benchmarks/train_overhead.py [--rounds 5] [--steps 3] [--tiny] [--work DIR] [--json FILE]
+    python benchmarks/train_overhead.py [--rounds 15] [--steps 1] [--tiny] [--work DIR] [--json FILE]
 
 Two gloo ranks of this machine train an actor and a critic of a Qwen2 shape under FSDP2 on random tokens, with the
 passes that a step of PPO makes of them: log-probabilities, values, then an update of each. The engines, the optimizer
 and the manager are those of `milepost train`; there is no rollout, which would only make a step longer. A block is some
 steps of one kind, each begun with its save, and ends once the last save is durable. Kinds take turns; a round before
 the others is not counted.
+
+Cores that train have no time to spare, so what a save costs them is its processor time, which a machine that is shared
+blurs far less than the clock: `CPU s` is that of all threads of both ranks. Each cost is the median of the rounds' own
+ratios to `none`, with the middle half of them behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import RANK, on_ranks
 from making import Shape
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,38 +60,43 @@ TINY = Work(Shape(64, 128, 2, 4, 2, 256), 2, 32)
 def main() -> None:
     """Start the ranks, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1, help="steps of a block")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--work", type=Path, help="where the steps go; default: a temporary directory")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.work) as work:
-        out = Path(work) / "samples.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         size = "tiny" if given.tiny else "full"
-        command = [*torchrun, __file__, "--rank", work, str(out), size, str(given.rounds), str(given.steps)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        results = json.loads(out.read_text())
+        results = on_ranks(__file__, RANKS, work, size, given.rounds, given.steps)
     print(f"\n{results['nbytes'] / 1e6:.0f} MB of state on each of {RANKS} ranks, {given.steps} steps a block")
-    print("\n".join(table(results["seconds"], results["stalls"])))
+    print("\n".join(table(results["seconds"], results["cpu"], results["stalls"])))
     if given.json:
         given.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def table(seconds: dict[str, list[float]], stalls: dict[str, list[float]]) -> list[str]:
-    """Medians as lines; the cost is the median of the rounds' own ratios to `none`."""
-    rows = [f"{'a save at every step':22}{'s a step':>10}{'cost %':>9}{'stall s':>9}"]
+def table(seconds: dict[str, list[float]], cpu: dict[str, list[float]], stalls: dict[str, list[float]]) -> list[str]:
+    """Medians as lines."""
+    heads = f"{'s a step':>10}{'cost % (middle half)':>24}{'CPU s':>9}{'cost % (middle half)':>24}{'stall s':>9}"
+    rows = [f"{'a save at every step':22}{heads}"]
     for kind in KINDS:
-        ratios = [one / base - 1 for one, base in zip(seconds[kind], seconds["none"], strict=True)]
         stall = statistics.median(stalls[kind]) if stalls[kind] else 0.0
-        rows.append(
-            f"{kind:22}{statistics.median(seconds[kind]):10.3f}{100 * statistics.median(ratios):9.2f}{stall:9.3f}"
+        clock, processor = (
+            f"{statistics.median(of[kind]):{width}.3f}{cost(of[kind], of['none']):>24}"
+            for of, width in ((seconds, 10), (cpu, 9))
         )
+        rows.append(f"{kind:22}{clock}{processor}{stall:9.3f}")
     return rows
 
 
-def rank_main(work: Path, out: Path, size: str, rounds: int, steps: int) -> None:
+def cost(samples: list[float], base: list[float]) -> str:
+    """By how much more than the base of its round each sample is, in per cent: the median and the middle half."""
+    ratios = sorted(100 * (one / other - 1) for one, other in zip(samples, base, strict=True))
+    quarter = len(ratios) // 4
+    return f"{statistics.median(ratios):.2f} ({ratios[quarter]:.1f} to {ratios[-1 - quarter]:.1f})"
+
+
+def rank_main(out: Path, work: Path, size: str, rounds: int, steps: int) -> None:
     """What each rank does: build the models once, then train block after block."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -102,6 +111,7 @@ def rank_main(work: Path, out: Path, size: str, rounds: int, steps: int) -> None
     manager = CheckpointManager(root, roles, keep_last=1)
     manager.resume()
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
     stalls: dict[str, list[float]] = {kind: [] for kind in KINDS}
     done = 0
     for number in range(rounds + 1):
@@ -110,7 +120,7 @@ def rank_main(work: Path, out: Path, size: str, rounds: int, steps: int) -> None
             if dist.get_rank() == 0:
                 os.sync()
             dist.barrier()
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 done += 1
                 if kind != "none":
@@ -121,14 +131,18 @@ def rank_main(work: Path, out: Path, size: str, rounds: int, steps: int) -> None
                     step(engine, given, done)
             manager.wait()
             taken = torch.tensor((time.perf_counter() - begun) / steps, dtype=torch.double)
+            busy = torch.tensor((time.process_time() - before) / steps, dtype=torch.double)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
+            dist.all_reduce(busy)
             if dist.get_rank() == 0:
-                print(f"  round {number}  {kind:12}{float(taken):8.3f} s a step", file=sys.stderr, flush=True)
+                said = f"{float(taken):8.3f} s a step, {float(busy):8.3f} s of CPU"
+                print(f"  round {number}  {kind:12}{said}", file=sys.stderr, flush=True)
             if number:
                 seconds[kind].append(float(taken))
+                cpu[kind].append(float(busy))
     manager.close()
     if dist.get_rank() == 0:
-        out.write_text(json.dumps({"nbytes": nbytes, "seconds": seconds, "stalls": stalls}))
+        out.write_text(json.dumps({"nbytes": nbytes, "seconds": seconds, "cpu": cpu, "stalls": stalls}))
         shutil.rmtree(root)
     dist.barrier()
     dist.destroy_process_group()
@@ -165,7 +179,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
+    if sys.argv[1:2] == [RANK]:
         rank_main(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
     else:
         main()

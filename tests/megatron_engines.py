@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -261,6 +261,32 @@ def save_as_megatron(engine: Any, folder: Path) -> None:
     dist.barrier()
 
 
+def save_buckets(engine: Any, folder: Path) -> None:
+    """A dist checkpoint as Megatron-LM and verl write it where they are asked for no other form of the optimizer: the
+    buckets of its DistributedOptimizer (dp_reshardable), by Megatron itself."""
+    import megatron_cpu
+    from megatron.core import parallel_state
+
+    from milepost.engines.megatron.model import on_device
+    from milepost.engines.megatron.state import unwrapped
+
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "dp_reshardable",
+    }
+    engine.tensors()
+    if dist.get_rank() == 0:
+        (folder / "dist_ckpt").mkdir(parents=True)
+    dist.barrier()
+    with on_device(CPU):
+        chunks = [unwrapped(chunk) for chunk in engine.model.chunks]
+        names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+        models = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+        optimizer = engine.updates.megatron.sharded_state_dict(models, metadata=metadata)
+        megatron_cpu.save({**models, "optimizer": optimizer, "iteration": 2}, folder / "dist_ckpt")
+    dist.barrier()
+
+
 def _as_megatrons(engine: Any) -> Any:
     """Megatron's optimizer for a model in bfloat16, with the masters and moments of an engine's AdamW, in two groups of
     which one does not decay."""
@@ -295,9 +321,17 @@ class Folder:
         with self.create(name) as file:
             torch.save(state, file)
 
-    def adopt(self, source: Path, name: str) -> None:
-        (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.directory / name).hardlink_to(source)
+    def save_row(self, name: str, values: Iterable[torch.Tensor | memoryview]) -> list[tuple[int, int]]:
+        places = []
+        with self.create(name) as file:
+            for value in values:
+                start = file.tell()
+                if isinstance(value, memoryview):
+                    file.write(value)
+                else:
+                    torch.save(value.detach().clone(), file)
+                places.append((start, file.tell() - start))
+        return places
 
 
 def read_json(path: Path) -> Any:

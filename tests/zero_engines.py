@@ -116,6 +116,6 @@ class Folder:
         with (self.directory / name).open("xb") as file:
             yield file
 
-    def save(self, name: str, state: Any) -> None:
+    def save(self, name: str, state: Any, *, alone: bool = False) -> None:
         with self.create(name) as file:
             torch.save(state, file)

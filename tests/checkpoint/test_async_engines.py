@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_writers import late_writers
 from ranks import run_ranks
 
 from milepost.checkpoint.manager import CheckpointManager
@@ -26,10 +26,8 @@ ENGINES = [
         ("dist", "megatron"),
     )
 ]
-NOTE = (
-    "actor: its engine writes files by itself, so training waits until they are written; their checksums and the flush "
-    "to the disk are left to the background"
-)
+UNLIKE = ("trainer_state.json", "dist_ckpt/.metadata")
+"""Files that no two saves have in common: DCP gives each save a number."""
 
 
 def snapshot(engine: Any) -> dict[str, list[torch.Tensor]]:
@@ -40,15 +38,6 @@ def equal(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor
     return one.keys() == other.keys() and all(
         torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
     )
-
-
-class Notes(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 class Names:
@@ -69,29 +58,34 @@ class Names:
         with self.create(name) as file:
             torch.save(state, file)
 
-    def adopt(self, source: Path, name: str) -> None:
-        self.sizes[name] = source.stat().st_size
-
 
 def record(root: Path, engine: Any, train: Any, load: Any, *, measure: bool = False) -> dict[str, Any]:
-    notes, log = Notes(), logging.getLogger("milepost.checkpoint.saving.saver")
-    log.addHandler(notes)
     manager = CheckpointManager(root, {"actor": engine})
     manager.resume()
     train(1)
     before = snapshot(engine)
-    folder = manager.save(1, blocking=False)
-    train(2)
-    manager.save(2, blocking=False)
-    train(3)
+    with late_writers():
+        folder = manager.save(1, blocking=False)
+        [part] = root.glob(".global_step_1.*.tmp")
+        begun = {path.name: path.stat().st_size for path in part.rglob("*") if path.is_file()}
+        train(2)
     moved = not equal(snapshot(engine), before)
+    manager.save(2, blocking=False)
+    manager.wait()
+    manager.save(3)
     manager.close()
-    log.removeHandler(notes)
     load(engine, folder / "actor")
     written = Names()
     if measure:
         engine.save(written)
-    return {"moved": moved, "same": equal(snapshot(engine), before), "notes": notes.said, "written": written.sizes}
+    sizes = [sum(view.nbytes for view in views) for views in snapshot(engine).values()]
+    return {
+        "moved": moved,
+        "same": equal(snapshot(engine), before),
+        "begun": begun,
+        "written": written.sizes,
+        "sizes": sizes,
+    }
 
 
 def deepspeed(base: Path, model: Path) -> dict[str, Any]:
@@ -118,8 +112,8 @@ def megatron(base: Path, model: Path) -> dict[str, Any]:
 
     megatron_cpu.install()
     said: dict[str, Any] = {}
-    for form, parallel in (("classic", Parallel()), ("dist", Parallel(tensor=2))):
-        engine = made.make(model, parallel, form=form)
+    for form in ("classic", "dist"):
+        engine = made.make(model, Parallel(), form=form)
 
         def train(seed: int, engine: Any = engine) -> None:
             made.train(engine, 1, *made.sequences(4, seed))
@@ -161,10 +155,35 @@ def test_the_state_at_the_call_is_on_disk(told: dict[str, list[dict[str, Any]]],
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_who_waits_for_its_own_files_is_told_once(told: dict[str, list[dict[str, Any]]], engine: str) -> None:
-    first, second = told[engine]
-    assert first["notes"] == ([NOTE] if engine == "dist" else [])
-    assert second["notes"] == []
+def test_nothing_is_written_while_training_waits(told: dict[str, list[dict[str, Any]]], engine: str) -> None:
+    for outcome in told[engine]:
+        assert len(outcome["begun"]) > 3
+        assert set(outcome["begun"].values()) == {0}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_files_are_those_of_a_save_that_blocks(
+    told: dict[str, list[dict[str, Any]]], base: Path, engine: str
+) -> None:
+    assert told
+    behind, blocking = (
+        {file.path: file.xxh3_128 for file in read_manifest(base / engine / f"global_step_{step}").files}
+        for step in (2, 3)
+    )
+    assert behind.keys() == blocking.keys()
+    differ = {path for path in behind if behind[path] != blocking[path]}
+    assert all(path.endswith(UNLIKE) for path in differ)
+
+
+@pytest.mark.parametrize("engine", ENGINES[3:])
+def test_each_of_two_replicas_writes_half_of_the_bytes_once(
+    told: dict[str, list[dict[str, Any]]], base: Path, engine: str
+) -> None:
+    sizes, folder = told[engine][0]["sizes"], base / engine / "global_step_2/actor/dist_ckpt"
+    written = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    around = 1500 * len(sizes)  # bytes of the archives that the tensors lie in
+    assert sum(sizes) <= sum(written) < sum(sizes) + around
+    assert abs(written[0] - written[1]) < max(sizes) + around / 2
 
 
 @pytest.mark.parametrize("engine", ENGINES[2:3])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -13,13 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import torch
+from late_writers import late_writers
 from ranks import run_ranks
 from tiny import tiny_qwen2
 from tiny_engine import Counter, Run, TinyEngine, disk_is_at, names, resumed, trained
@@ -28,7 +28,6 @@ from milepost.checkpoint.comm import TorchCommunicator
 from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.manifest import check_files, read_manifest
-from milepost.checkpoint.saving.staged_file import Staging
 from milepost.checkpoint.saving.staging import PAGE
 from milepost.checkpoint.steps import TRACKER, scan
 from milepost.errors import MilepostError
@@ -62,23 +61,6 @@ class SlowDisk:
             if f"/.global_step_{step}." in path:
                 gone.wait(60)
         self._flush(fd)
-
-
-@contextlib.contextmanager
-def late_writers() -> Iterator[None]:
-    """No byte is looked at in the background before the context ends."""
-    ended, wait = threading.Event(), Staging.wait
-
-    def waits(self: Staging) -> None:
-        ended.wait(60)
-        wait(self)
-
-    Staging.wait = waits  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Staging.wait = wait  # type: ignore[method-assign]
-        ended.set()
 
 
 def told(act: Callable[[], Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from milepost.checkpoint.files import StepFiles
 from milepost.checkpoint.saving import staging, writing
 from milepost.checkpoint.saving.staged_file import Staging
 from milepost.checkpoint.saving.staging import PAGE, PagePool
+from milepost.checkpoint.saving.torch_pickle import pickled
 from milepost.errors import MilepostError, WriteError
 
 SIZES = (3, 5_000_001, 2_100_000, 0, 64)
@@ -66,6 +69,50 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert len(files.records) == 3
     check_records(files, tmp_path)
     assert in_use(pool) == 0
+
+
+def test_tensors_alone_leave_behind_what_else_is_in_their_memory(tmp_path: Path) -> None:
+    flat = torch.arange(10_000_000, dtype=torch.float32)
+    weight = torch.nn.Parameter(flat[7:1_000_007].view(1000, 1000))
+    views = {"weight": weight, "turned": flat[:6].view(2, 3).t(), "half": flat[:4].bfloat16(), "none": flat[:0]}
+    given = {**views, "tied": weight, "number": torch.tensor(3), "other": [1, "a"]}
+    _, storages = pickled(given, alone=True)
+    assert storages[0].data_ptr() == weight.data_ptr()  # none is copied before it is copied once
+    assert [storage.nbytes for storage in storages] == [4_000_000, 24, 8, 0, 8]
+    clones = {name: value.detach().clone() for name, value in views.items()}
+    files = StepFiles(tmp_path, tmp_path)
+    files.save("model.pt", given, alone=True)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert loaded.keys() == given.keys() and loaded["other"] == [1, "a"]
+    for name, clone in clones.items():
+        assert torch.equal(loaded[name], clone) and loaded[name].dtype == clone.dtype
+        assert type(loaded[name]) is torch.Tensor and not loaded[name].requires_grad
+    check_records(files, tmp_path)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_row_of_tensors_and_bytes_is_one_file(tmp_path: Path, blocking: bool) -> None:
+    """As DCP's data files are: each part can be read alone."""
+    flat = torch.randn(9_000_000)
+    values = [memoryview(b"small object"), *(flat[begin : begin + size] for begin, size in ((1, 5), (3, 8_000_000)))]
+    values += [flat[:0], memoryview(b""), flat[:2_500_000]]
+    into = Staging.make(blocking=blocking)
+    files = StepFiles(tmp_path, tmp_path, into)
+    places = files.save_row("below/__0_0.distcp", values)
+    expected = [bytes(value) if isinstance(value, memoryview) else value.clone() for value in values]
+    flat.zero_()
+    into.wait()
+    content = (tmp_path / "below/__0_0.distcp").read_bytes()
+    assert [start for start, _ in places] == [sum(n for _, n in places[:number]) for number in range(len(places))]
+    assert sum(length for _, length in places) == len(content)
+    for (start, length), value in zip(places, expected, strict=True):
+        part = content[start : start + length]
+        if isinstance(value, bytes):
+            assert part == value
+        else:
+            assert zipfile.ZipFile(io.BytesIO(part)).testzip() is None
+            assert torch.equal(torch.load(io.BytesIO(part), weights_only=True), value)
+    check_records(files, tmp_path)
 
 
 def test_pages_are_used_again_by_the_next_save(tmp_path: Path) -> None:
@@ -151,13 +198,13 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 def test_a_disk_that_refuses_is_one_sentence_and_keeps_no_page(tmp_path: Path, blocking: bool) -> None:
     pool = PagePool()
     into = Staging.make(pool, blocking=blocking)
-    files = StepFiles(tmp_path, tmp_path, into)
+    files, tensors = StepFiles(tmp_path, tmp_path, into), state()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, limits[1]))
     try:
         with pytest.raises(WriteError, match=rf"^{tmp_path}/\d.pt: File too large"):
             for number in range(30):
-                files.save(f"{number}.pt", state())
+                files.save(f"{number}.pt", tensors)
             into.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -170,7 +217,7 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path: Path, monkeypatch: pytest
     into = Staging.make(blocking=False)
     files = StepFiles(tmp_path, tmp_path, into)
     files.save("model.pt", state())
-    monkeypatch.setattr(writing.zlib, "crc32", lambda *args: 1 // 0)
+    monkeypatch.setattr(writing, "crc32", lambda *args: 1 // 0)
     with pytest.raises(MilepostError, match=rf"^{tmp_path}/model.pt: ZeroDivisionError"):
         into.wait()
     assert in_use(into.pool) == 0
@@ -198,7 +245,3 @@ def test_a_finished_file_of_another_program_is_linked_at_once_and_read_later(tmp
     assert files.records == []
     into.wait()
     check_records(files, tmp_path)
-    assert into.notes == [
-        "actor: its engine writes files by itself, so training waits until they are written; their checksums and the "
-        "flush to the disk are left to the background"
-    ]

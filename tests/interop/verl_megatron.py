@@ -3,6 +3,7 @@ merger merges what milepost converted. A module of its own, run in a real proces
 
 from __future__ import annotations
 
+import queue
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,6 @@ import torch
 from megatron_checkpoints import PADDED
 from megatron_models import Parallel, build, fill
 from safetensors.torch import load_file
-
-from milepost.engines import cpu_compat
 
 
 def save_and_merge(model: str, saved: str, converted: str, merged: str) -> None:
@@ -44,6 +43,7 @@ def save_and_merge(model: str, saved: str, converted: str, merged: str) -> None:
 
 
 def _save(model: Path, role: Path) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from transformers import AutoConfig
     from verl.trainer.config import CheckpointConfig
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
@@ -68,7 +68,7 @@ def _save(model: Path, role: Path) -> None:
         use_distributed_optimizer=False,
         use_dist_checkpointing=True,
     )
-    with cpu_compat.written_in_this_process():
+    with patch.object(filesystem_async, "_results_queue", queue.Queue()):  # it would start a process to keep them
         manager.save_checkpoint(local_path=str(role), global_step=3)
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from milepost.checkpoint.saving.torch_pickle import pickled
+from milepost.crc import crc32_of_both
 from milepost.layouts.archive_stream import archive_stream
-from milepost.layouts.archive_writer import crc32_of_both
 from milepost.layouts.torchfile import TorchFile
 
 GIB = 1 << 30

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from milepost.errors import CheckpointError, MismatchError, RefusedError
 from milepost.index import Box, TensorEntry, bits_dtype
 from milepost.layouts import archives, open_directory
-from milepost.layouts.archive_writer import STORAGES, crc32_of_both, object_archive, tensor_archive
+from milepost.layouts.archive_writer import STORAGES, object_archive, tensor_archive
 from milepost.layouts.dcp.writer import Contents, DcpWriter, Place, Stored, lay_out
 from milepost.layouts.pickling import Call, Global, Pairs, dumps
 from milepost.layouts.torchfile import TorchFile
@@ -77,11 +77,6 @@ def test_an_archive_of_a_small_value() -> None:
 def test_types_without_a_storage_class_are_refused() -> None:
     with pytest.raises(RefusedError, match=r"float8_e4m3fn.*--dtype"):
         tensor_archive("float8_e4m3fn", (2,))
-
-
-@given(st.binary(max_size=3000), st.binary(max_size=3000))
-def test_checksums_are_combined(first: bytes, second: bytes) -> None:
-    assert crc32_of_both(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 LAYERS, EXPERTS = 3, 2

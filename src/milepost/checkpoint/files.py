@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from milepost.checkpoint.manifest import FileRecord, digest_file
 from milepost.checkpoint.saving.staged_file import StagedFile, Staging, in_words, refused
 from milepost.checkpoint.saving.writing import OutFile
 from milepost.errors import CallError, MilepostError
-from milepost.layouts.archive_stream import archive_stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -62,18 +64,24 @@ class StepFiles:
         with self._new(name) as file:
             yield cast(BinaryIO, file)
 
-    def save(self, name: str, state: Any) -> None:
+    def save(self, name: str, state: Any, *, alone: bool = False) -> None:
         """Write an object into a new file as torch.save does. It may change as soon as this returns, and its tensors on
-        a device once `DeviceCopies.wait` has returned."""
-        from milepost.checkpoint.saving.torch_pickle import pickled  # noqa: PLC0415  imports torch
-
-        data_pkl, storages = pickled(state)
-        plan = archive_stream(data_pkl, [storage.nbytes for storage in storages])
+        a device once `DeviceCopies.wait` has returned. See `RoleFiles.save`."""
         with self._new(name) as file:
-            for number, storage in enumerate(storages):
-                file.later(plan.gap_lengths[number], partial(plan.gap, number))
-                file.append(storage)
-            file.later(plan.gap_lengths[-1], partial(plan.gap, len(storages)))
+            file.archive(state, alone=alone)
+
+    def save_row(self, name: str, values: Iterable[Tensor | memoryview]) -> list[tuple[int, int]]:
+        """Write tensors, each as torch.save does, and bytes one behind the other into a new file. See `RoleFiles`."""
+        places = []
+        with self._new(name) as file:
+            for value in values:
+                start = file.tell()
+                if isinstance(value, memoryview):
+                    file.write(value)
+                else:
+                    file.archive(value, alone=True)
+                places.append((start, file.tell() - start))
+        return places
 
     def adopt(self, source: Path, name: str, *, copy: bool = False) -> None:
         """Take a finished file of another program into the step: by a second link to it where the file system has
@@ -88,11 +96,6 @@ class StepFiles:
         if self._into is None:
             self._seal(path)
         else:
-            if not self._into.blocking:
-                self._into.notes.append(
-                    f"{self._directory.name}: its engine writes files by itself, so training waits until they are "
-                    "written; their checksums and the flush to the disk are left to the background"
-                )
             self._into.crew.call(partial(self._seal, path))
 
     def _seal(self, path: Path) -> None:

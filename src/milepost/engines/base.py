@@ -6,7 +6,7 @@ that satisfies `Engine` can resume from any layout, written by any engine on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +50,16 @@ class RoleFiles(Protocol):
         """Open a new file of that relative name for writing. Its bytes are copied, counted and hashed as they pass; it
         is on the disk when the save is."""
 
-    def save(self, name: str, state: Any) -> None:
+    def save(self, name: str, state: Any, *, alone: bool = False) -> None:
         """Write an object into a new file as torch.save does, by one copy of its tensors, after which it may change.
-        For whatever is large: a save that does not block makes nothing but this copy while training waits."""
+        For whatever is large: a save that does not block makes nothing but this copy while training waits.
 
-    def adopt(self, source: Path, name: str) -> None:
-        """Take a finished file, which another program wrote, into the role's directory under that relative name. It is
-        read once, for its checksum, and flushed to disk. Training has waited for it to be written."""
+        alone: every tensor without what else lies in its memory, and as one of the CPU
+        """
+
+    def save_row(self, name: str, values: Iterable[torch.Tensor | memoryview]) -> list[tuple[int, int]]:
+        """Write values one behind the other into a new file, by one copy as `save` does: a tensor as torch.save writes
+        it alone, bytes as they are. Returns the first byte and the number of bytes of each."""
 
 
 class Engine(Protocol):

@@ -12,11 +12,9 @@ another answer helps. What is asked once and for all is replaced for the whole p
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,16 +97,3 @@ class cuda_means_cpu(TorchFunctionMode):  # noqa: N801  used as a context
 
 def _names_cuda(value: Any) -> bool:
     return str(value).startswith("cuda") if isinstance(value, str | torch.device) else False
-
-
-@contextlib.contextmanager
-def written_in_this_process() -> Iterator[None]:
-    """Around a save of Megatron's that is not to go on beside the training: what its writers tell, they tell in this
-    process. Megatron starts another one for it, which imports the program's main module anew (a script that does not
-    expect it hangs) and outlives a rank that is killed; that is of use only where a save goes on by itself."""
-    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    usual, writer._results_queue = writer._results_queue, queue.Queue()
-    try:
-        yield
-    finally:
-        writer._results_queue = usual

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
 
+from milepost.checkpoint.background import Background
 from milepost.checkpoint.commit import SavedStep
 from milepost.errors import MilepostError, WriteError
 from milepost.wording import duration
@@ -26,30 +26,23 @@ class Flight:
 
     def __init__(self, step: int, land: Callable[[], SavedStep]) -> None:
         self.step = step
-        self._land = land
-        self._verdict: Verdict | None = None
-        self._thread = Thread(target=self._fly, name=f"milepost-step-{step}")
-        self._thread.start()
+        self._landing = Background(land, f"milepost-step-{step}", keeps_process=True)
 
     @property
     def landed(self) -> bool:
         """Whether its end is known on this rank."""
-        return not self._thread.is_alive()
+        return self._landing.ended
 
     def verdict(self, seconds: float) -> Verdict:
         """What became of it; waits so long at most, and is then an error too."""
-        self._thread.join(seconds)
-        if self._thread.is_alive() or self._verdict is None:
+        if not self._landing.wait(seconds):
             return WriteError(
                 f"step {self.step} is not on the disk {duration(seconds)} after it was waited for: the file system "
                 "hangs, or another rank does"
             )
-        return self._verdict
-
-    def _fly(self) -> None:
         try:
-            self._verdict = self._land()
+            return self._landing.result()
         except MilepostError as error:
-            self._verdict = error
+            return error
         except BaseException as error:  # noqa: BLE001  raised by who asks
-            self._verdict = MilepostError(f"step {self.step} was not saved: {type(error).__name__}: {error}")
+            return MilepostError(f"step {self.step} was not saved: {type(error).__name__}: {error}")

@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from milepost.checkpoint.comm import Communicator, on_rank_0
+from milepost.checkpoint.comm import Communicator, agree, on_rank_0
 from milepost.checkpoint.commit import (
     ExportHF,
     SavedStep,
     StepRequest,
     TakenStep,
-    agree,
     finish_step,
     take_step,
 )
@@ -86,7 +85,6 @@ class Saver:
         self._channel: Communicator | None = None
         self._flight: Flight | None = None
         self._landed: list[SavedStep] = []
-        self._noted: set[str] = set()
         self._keep_up_to: int | None = None
         self._newest: StepDir | None = None
         self._way_is_clear = False
@@ -165,12 +163,12 @@ class Saver:
             self._write_event("save_requested", step=step)
         try:
             taken = self._take(step, state, blocking)
-            if blocking:
-                self._settle(self._finish(taken, self._comm, begun, None))
         except MilepostError as error:
             self._write_event("save_failed", step=step, error=str(error))
             raise
-        if not blocking:
+        if blocking:
+            self._settle(self._finish(taken, self._comm, begun, None))
+        else:
             self._send_off(taken, begun)
         return taken.final
 
@@ -202,34 +200,23 @@ class Saver:
         self._write_event(
             "save_requested", step=taken.request.step, bytes=taken.nbytes, seconds=stall, rate=taken.nbytes / stall
         )
-        for note in taken.staging.notes:
-            if note not in self._noted and self._comm.rank == 0:
-                self._noted.add(note)
-                _log.warning("%s", note)
-        self._flight = Flight(taken.request.step, lambda: self._fly(taken, channel, begun, stall))
-
-    def _fly(self, taken: TakenStep, channel: Communicator, begun: float, stall: float) -> SavedStep:
-        try:
-            return self._finish(taken, channel, begun, stall)
-        except MilepostError as error:
-            self._write_event("save_failed", step=taken.request.step, error=str(error))
-            raise
+        self._flight = Flight(taken.request.step, lambda: self._finish(taken, channel, begun, stall))
 
     def _finish(self, taken: TakenStep, comm: Communicator, begun: float, stall: float | None) -> SavedStep:
         """Bring a step to the disk, then what rank 0 does once it is durable."""
-        written = finish_step(taken, comm)
-        seconds = time.monotonic() - begun
-        saved = replace(written, seconds=seconds, stall=seconds if stall is None else stall)
-        self._tell(saved.step, "durable", saved.nbytes, seconds)
-        self._write_event(
-            "save_durable",
-            step=saved.step,
-            bytes=saved.nbytes,
-            seconds=seconds,
-            stall=saved.stall,
-            rate=saved.nbytes / seconds,
-            folder=saved.path.name,
-        )
+
+        def timed(written: SavedStep) -> SavedStep:
+            seconds = time.monotonic() - begun
+            return replace(written, seconds=seconds, stall=seconds if stall is None else stall)
+
+        noted: list[SavedStep] = []
+        try:
+            written = finish_step(taken, comm, lambda written: noted.append(self._note(timed(written))))
+        except MilepostError as error:
+            if not noted:  # else it is there, though another rank was lost before it heard
+                self._write_event("save_failed", step=taken.request.step, error=str(error))
+            raise
+        saved = noted[0] if noted else timed(written)
         if comm.rank == 0:
             try:
                 self._how.after_durable(saved)
@@ -286,6 +273,20 @@ class Saver:
         self._way_is_clear = True
 
     # What is told
+
+    def _note(self, saved: SavedStep) -> SavedStep:
+        """On rank 0: a step is durable."""
+        self._tell(saved.step, "durable", saved.nbytes, saved.seconds)
+        self._write_event(
+            "save_durable",
+            step=saved.step,
+            bytes=saved.nbytes,
+            seconds=saved.seconds,
+            stall=saved.stall,
+            rate=saved.nbytes / saved.seconds,
+            folder=saved.path.name,
+        )
+        return saved
 
     def _tell(self, step: int, what: str, nbytes: int, seconds: float) -> None:
         if self._comm.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from milepost.checkpoint.deadline import NO_DEADLINE, Deadline
 from milepost.checkpoint.saving.writing import Crew, Failure, OutFile, Piece, Run
 from milepost.errors import MilepostError, WriteError
+from milepost.layouts.archive_stream import archive_stream
 from milepost.wording import disk_error
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ class Staging:
     """What the files of a step pass through on their way to the disk.
 
     within:    pages that may be in use at once, where that is less than the pool has
-    notes:     what the user should know of how it went, each once
     deadline:  for whatever waits for the file system
     """
 
@@ -35,8 +35,6 @@ class Staging:
     pool: PagePool
     copies: DeviceCopies
     within: int | None = None
-    blocking: bool = True
-    notes: list[str] = field(default_factory=list)
     deadline: Deadline = NO_DEADLINE
 
     @staticmethod
@@ -47,7 +45,7 @@ class Staging:
 
         within = _PAGES if blocking else None
         crew = Crew(held=not blocking)
-        return Staging(crew, pool or PagePool(), DeviceCopies(), within, blocking, deadline=deadline)
+        return Staging(crew, pool or PagePool(), DeviceCopies(), within, deadline)
 
     def take(self) -> Page:
         """A page to fill."""
@@ -77,6 +75,7 @@ class StagedFile:
         self._view = memoryview(bytearray(_FIRST))
         self._filled = 0
         self._size = 0
+        self._storages = 0
 
     def write(self, data: Any) -> int:
         """Append bytes, or anything that shows its memory as contiguous bytes."""
@@ -89,6 +88,22 @@ class StagedFile:
             self._took(count)
             done += count
         return view.nbytes
+
+    def archive(self, value: Any, *, alone: bool) -> None:
+        """Append an object as torch.save writes it; alone: see `pickled`."""
+        from milepost.checkpoint.saving.torch_pickle import pickled  # noqa: PLC0415  imports torch
+
+        data_pkl, storages = pickled(value, alone=alone)
+        plan = archive_stream(data_pkl, [storage.nbytes for storage in storages])
+        before, self._storages = self._storages, self._storages + len(storages)
+
+        def gap(number: int, crcs: Sequence[int]) -> bytes:
+            return plan.gap(number, crcs[before:] if before else crcs)
+
+        for number, storage in enumerate(storages):
+            self.later(plan.gap_lengths[number], partial(gap, number))
+            self.append(storage)
+        self.later(plan.gap_lengths[-1], partial(gap, len(storages)))
 
     def append(self, source: Tensor) -> None:
         """Append the bytes of a tensor (uint8, one dimension); their CRC-32 is wanted."""

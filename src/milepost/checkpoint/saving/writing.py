@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from pathlib import Path
 from threading import Condition, Thread
 
 import xxhash
+
+from milepost.crc import crc32
 
 WORKERS = 4
 """Threads of a crew: enough that hashing, writing and flushing overlap."""
@@ -94,7 +95,7 @@ class OutFile:
             run = self.runs[0]
             part = view[max(run.start, start) - start : min(run.end, end) - start]
             if run.make is None:
-                self._crc = zlib.crc32(part, self._crc)
+                self._crc = crc32(part, self._crc)
             else:
                 if run.start >= start:
                     self._made = run.make(self._crcs)

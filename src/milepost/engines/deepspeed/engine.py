@@ -268,7 +268,7 @@ class _Writer:
         """One file of DeepSpeed's, under the name that it has in the directory."""
         if self._failure is None:
             try:
-                self._files.save(Path(path).relative_to(self._scratch).as_posix(), state_dict)
+                self._files.save(Path(path).relative_to(self._scratch).as_posix(), state_dict, alone=True)
             except Exception as error:  # noqa: BLE001  raised again by `finish`
                 self._failure = error
 
@@ -300,5 +300,6 @@ class _Writer:
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether two views of one memory stay that in the file, which then holds all of it."""
-        return True
+        """Whether two views of one memory stay that in the file, which then holds all of it. Where it is so, DeepSpeed
+        copies every weight before it is saved."""
+        return False

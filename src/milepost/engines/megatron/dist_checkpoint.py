@@ -1,55 +1,66 @@
-"""Megatron's dist checkpoint, written by Megatron's own code, in steps that all ranks end alike.
+"""Megatron's dist checkpoint: planned by Megatron's own code, written through the files of a step.
 
 `megatron.core.dist_checkpointing.save` lets rank 0 alone write common.pt, .metadata and metadata.json between
-collectives: where its disk is full it raises, and the others wait for it in the next one. Here the same steps are gone
-through with a word between them, so that what goes wrong on one rank is raised on all. Source: megatron-core 0.16,
-`dist_checkpointing/serialization.py`, `strategies/torch.py`, `strategies/state_dict_saver.py`.
+collectives: where its disk is full it raises, and the others wait for it in the next one. Its writers are processes
+that are forked with all that this one holds, and what is a view of a larger buffer it copies first. Here the same steps
+are gone through with a word between them, so that what goes wrong on one rank is raised on all, and a rank's tensors go
+into its file in one copy, after which training may go on. Source: megatron-core 0.16,
+`dist_checkpointing/serialization.py`, `strategies/torch.py`, `strategies/filesystem_async.py`,
+`strategies/state_dict_saver.py`, `strategies/fully_parallel.py`.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from milepost.engines import cpu_compat
+from milepost.engines.base import RoleFiles
 from milepost.errors import MilepostError, WriteError
 
 T = TypeVar("T")
 _CORE = "megatron.core.dist_checkpointing"
 _COMMON = "common.pt"
+_FORM = ("torch_dist", 1)  # the only one that Megatron still writes
 _HIDDEN = ("inline_container", "basic_ios", "[Errno ")
 """In a RuntimeError these tell of a disk: torch's archive writer, its streams, an OSError that Megatron only quotes."""
 
 
-def write_dist(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict into a new folder. All ranks call it together.
+def write_dist(state: dict[str, Any], files: RoleFiles, folder: str) -> None:
+    """Write a sharded state dict into a new folder among the files of a role. All ranks call it together.
 
     If it fails on any rank, every rank raises: WriteError where it was the disk, else MilepostError.
     """
+    place = files.directory / folder
     first = dist.get_rank() == 0
-    serialization = importlib.import_module(f"{_CORE}.serialization")
-    together(folder, lambda: folder.mkdir(parents=True) if first else None)
     # (Collectives; what they find is found on every rank.)
     sharded, common = importlib.import_module(f"{_CORE}.state_dict_utils").save_preprocess(state, True)
-    together(folder, lambda: torch.save(common, folder / _COMMON) if first else None)
-    strategy = _strategy()
-    with cpu_compat.written_in_this_process():
-        request = strategy.async_save(sharded, folder)
-        writer, metadata, _ = strategy.planned
-        written = together(folder, lambda: _write_own(request, writer))
-    config = importlib.import_module(f"{_CORE}.core")
+    _share_out(sharded)
+    writer, metadata = _planned(sharded, place)
+    written = together(place, lambda: _write_own(writer, files, folder))
 
     def end() -> None:
-        writer.finish(metadata, written)
-        serialization.save_config(config.CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+        files.save(f"{folder}/{_COMMON}", common)
+        core = importlib.import_module(f"{_CORE}.core")
+        with tempfile.TemporaryDirectory() as scratch:
+            writer.path = Path(scratch)
+            writer.finish(metadata, written)
+            core.save_config(core.CheckpointingConfig(*_FORM), scratch)
+            for path in sorted(Path(scratch).iterdir()):
+                with path.open("rb") as source, files.create(f"{folder}/{path.name}") as file:
+                    shutil.copyfileobj(source, file)
 
-    together(folder, lambda: end() if first else None)
+    together(place, lambda: end() if first else None)
 
 
 def together(place: Path, act: Callable[[], T]) -> list[T]:
@@ -107,32 +118,56 @@ def _room(folder: Path) -> str:
     return f" ({room.f_bavail * room.f_frsize / 1e6:.1f} MB are free there)"
 
 
-def _write_own(request: Any, writer: Any) -> Any:
-    """Write this rank's files, and return where each of its tensors lies in them."""
-    if request.async_fn is not None:
-        rank, _, results = request.async_fn_args
-        request.async_fn(rank, request.preload_fn(), results)
-        outcome = results.get()
-        if isinstance(outcome, Exception):
-            raise outcome
-        results.put(outcome)
-    found = writer.retrieve_write_results()
-    if isinstance(found, tuple):  # an error and its traceback, as torch passes them on
-        raise found[0]
-    return found
+def _share_out(sharded: dict[str, Any]) -> None:
+    """Let each tensor that data-parallel ranks all have be written by one of them, so that all write about as many
+    bytes: else the first of them would write everything."""
+    group = importlib.import_module("megatron.core.parallel_state").get_data_parallel_group(with_context_parallel=True)
+    shares = importlib.import_module(f"{_CORE}.exchange_utils").determine_main_replica_uniform_distribution(
+        sharded, group
+    )
+    strategies = importlib.import_module(f"{_CORE}.strategies.fully_parallel")
+    strategies.distribute_main_replicas_with_precomputed_distribution(sharded, group, shares)
 
 
-def _strategy() -> Any:
-    """Megatron's way of saving, which keeps what it has planned: the writer, the table of contents, on rank 0, and how
-    ranks talk."""
-    usual: Any = importlib.import_module(f"{_CORE}.strategies.torch").TorchDistSaveShardedStrategy
+def _planned(sharded: dict[str, Any], place: Path) -> tuple[Any, Any]:
+    """Which rank writes what: a writer that holds this rank's `parts`, and on rank 0 the table of contents."""
+    strategies = importlib.import_module(f"{_CORE}.strategies.torch")
+    saver = importlib.import_module(f"{_CORE}.strategies.state_dict_saver")
+    named, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    writer = _writer()(place, thread_count=1)
+    planner = strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    found = saver.save_state_dict_async_plan(
+        strategies.mcore_to_pyt_state_dict(named, False), writer, None, 0, planner=planner
+    )
+    return writer, found[0][1]
 
-    class Planning(usual):  # type: ignore[misc]  # a class of a package that is not always there
-        planned: tuple[Any, Any, Any]
 
-        def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: tuple[Any, Any, Any]) -> Any:
-            self.planned = save_state_dict_ret
-            return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+def _writer() -> Any:
+    """Megatron's writer, which keeps what is to be written instead of copying it."""
+    usual: Any = importlib.import_module(f"{_CORE}.strategies.filesystem_async").FileSystemWriterAsync
 
-    # One writer a rank: Megatron forks a process for each, from this one with all that it holds.
-    return Planning("torch_dist", 1, thread_count=1)
+    class Keeping(usual):  # type: ignore[misc]  # a class of a package that is not always there
+        name: str
+        parts: list[tuple[Any, Any]]
+
+        def prepare_local_plan(self, plan: Any) -> Any:
+            return plan  # the usual one makes the folder: a disk that refuses it would keep this rank from the others
+
+        def prepare_write_data(self, plan: Any, planner: Any) -> None:
+            self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+            self.parts = [(item, planner.resolve_data(item)) for item in plan.items]
+
+    return Keeping
+
+
+def _write_own(writer: Any, files: RoleFiles, folder: str) -> list[WriteResult]:
+    """Write this rank's file, small objects first, and return where each part lies in it."""
+    parts = sorted(writer.parts, key=lambda part: part[0].type is not WriteItemType.BYTE_IO)
+    if not parts:
+        return []
+    values = (data.getbuffer() if isinstance(data, io.BytesIO) else data for _, data in parts)
+    places = files.save_row(f"{folder}/{writer.name}", values)
+    return [
+        WriteResult(item.index, length, _StorageInfo(writer.name, start, length))
+        for (item, _), (start, length) in zip(parts, places, strict=True)
+    ]

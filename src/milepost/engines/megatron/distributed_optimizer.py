@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from milepost.engines.megatron.updates import MOMENTS, STEP, Part, fresh_state
 from milepost.engines.optim import OptimizerSettings, hyperparameters
+from milepost.layouts.megatron.numbers import is_expert
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class SharedParameters:
             parameter = self.parameters[name]
             copy = {} if parameter.dtype == torch.float32 else {"param": part.values}
             state[number] = {**copy, **self.state(name), STEP: torch.tensor(self.count(name))}
-            rank = expert_tp if ".mlp.experts." in name else tp
+            rank = expert_tp if is_expert(name) else tp
             shares[number] = {"shape": tuple(parameter.shape), "start": part.start, "tp": rank}
         (group,) = self.groups()
         named = {"params": list(state), "param_names": list(self.parts())}

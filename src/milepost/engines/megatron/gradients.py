@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_EXPERTS = ".mlp.experts."
+from milepost.layouts.megatron.numbers import is_expert
 
 
 class Gradients:
@@ -84,7 +84,7 @@ class Gradients:
     def _count_copies(self, name: str, parameter: nn.Parameter) -> int:
         """How many ranks hold the same elements of a gradient."""
         copies = 1 if self._sharded else self._data_group(name).size()
-        if name not in self._cut and _EXPERTS not in name:
+        if name not in self._cut and not is_expert(name):
             copies *= self._state.get_tensor_model_parallel_world_size()
         if getattr(parameter, "shared_embedding", False):
             copies *= self._state.get_embedding_group().size()
@@ -92,6 +92,6 @@ class Gradients:
 
     def _data_group(self, name: str) -> dist.ProcessGroup:
         group: dist.ProcessGroup = (
-            self._state.get_expert_data_parallel_group() if _EXPERTS in name else self._state.get_data_parallel_group()
+            self._state.get_expert_data_parallel_group() if is_expert(name) else self._state.get_data_parallel_group()
         )
         return group

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from milepost.engines.base import RoleFiles
 from milepost.engines.companions import save_companions
 from milepost.engines.megatron.adam import WholeParameters
-from milepost.engines.megatron.dist_checkpoint import together, write_dist
+from milepost.engines.megatron.dist_checkpoint import write_dist
 from milepost.engines.megatron.distributed_optimizer import SharedParameters
 from milepost.engines.megatron.sharded import sharded_state
 from milepost.engines.megatron.state import named_tensors
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 CLASSIC, DIST = "classic", "dist"
 FORMS = (CLASSIC, DIST)
 DIST_FOLDER = "dist_ckpt"
-_PART = ".dist_ckpt.part"
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,4 @@ def _weights(chunk: Any, engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 
 def _save_dist(engine: MegatronEngine, files: RoleFiles) -> None:
-    """Let Megatron write into a folder beside, and take its files into the step once all of them are finished."""
-    part = files.directory / _PART
-    write_dist(sharded_state(engine), part)
-    own = sorted(part.glob(f"__{engine.rank}_*.distcp"))
-    if engine.rank == 0:
-        own += sorted(path for path in part.iterdir() if path.suffix != ".distcp")
-
-    def adopt() -> None:
-        for path in own:
-            files.adopt(path, f"{DIST_FOLDER}/{path.name}")
-
-    together(part, adopt)
-    if engine.rank == 0:
-        shutil.rmtree(part)
+    write_dist(sharded_state(engine), files, DIST_FOLDER)

@@ -20,6 +20,7 @@ from milepost.engines.megatron.updates import Part
 from milepost.errors import MismatchError
 from milepost.index import Box, ByteSource, Chunk, Shape, TensorEntry, contiguous_strides, itemsize
 from milepost.layouts.flat_runs import boxes_of_run
+from milepost.layouts.megatron.numbers import is_expert
 from milepost.mapping import Config, expected
 from milepost.mapping.megatron.families import VALUE_HEAD
 from milepost.mapping.megatron.names import Model, model_of, pattern_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 EXTRA_STATE = "_extra_state"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(?=\.)")
-_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _tensor_parallel(name: str) -> tuple[int, int]:
     """This rank's place among those that a tensor is cut over; experts may be cut otherwise than the rest."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
-    if _EXPERTS in name:
+    if is_expert(name):
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
