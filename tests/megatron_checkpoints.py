@@ -41,7 +41,10 @@ _SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama5": ("llama", {"num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 8}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2": (
+        "qwen2",
+        {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_size": 64, "intermediate_size": 32},
+    ),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "gemma": ("gemma", {"head_dim": 8, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2}),
@@ -84,6 +87,8 @@ class Case:
     moments:  the dist checkpoint has optimizer state too: the model's own weights are bfloat16, their masters float32,
               exp_avg half of a weight and exp_avg_sq its square
     grouped:  the experts of a rank lie in one tensor
+    buckets:  beside it `buckets/`, with the state of Megatron's DistributedOptimizer as it saves it by itself
+              (dp_reshardable), of the same numbers
     local:    classic files keep Megatron's own layer numbers, counted anew on every stage; else counted over the model
     """
 
@@ -92,32 +97,36 @@ class Case:
     dist: dict[str, Any] | None = None
     local: bool = True
     moments: bool = False
+    buckets: bool = False
     grouped: bool = False
 
 
 STEP = 3
-"""Updates of an optimizer in a folder of its own."""
+"""Updates of an optimizer in a folder or in buckets of its own."""
+BUCKET = 1500
+"""Elements after which a bucket ends. Only a first stage has several."""
 _SINGLETON = {"singleton_local_shards": True}
 CASES = {
-    "llama-tp2pp2": Case("llama", Parallel(tp=2, pp=2), {}),
-    "llama-pp2vpp2": Case("llama", Parallel(pp=2, vpp=2), {"non_homogeneous_layers": True}),
+    "llama-tp2pp2": Case("llama", Parallel(tp=2, pp=2), {}, buckets=True),
+    "llama-pp2vpp2": Case("llama", Parallel(pp=2, vpp=2), {"non_homogeneous_layers": True}, buckets=True),
     "llama-tp4": Case("llama", Parallel(tp=4), {}),
     "llama-moments": Case("llama", Parallel(tp=2, pp=2), {}, moments=True),
     "qwen3_moe-moments": Case("qwen3_moe", Parallel(tp=2, ep=2, etp=1), {}, moments=True),
-    "llama5-uneven": Case("llama5", Parallel(pp=2, first=3), {}),
+    "llama5-uneven": Case("llama5", Parallel(pp=2, first=3), {}, buckets=True),
     "llama-global": Case("llama", Parallel(pp=2, vpp=2), None, local=False),
-    "qwen2-tp2pp2": Case("qwen2", Parallel(tp=2, pp=2), {}),
-    "qwen3-tp2pp2": Case("qwen3", Parallel(tp=2, pp=2), _SINGLETON, local=False),
+    "qwen2-tp2pp2": Case("qwen2", Parallel(tp=2, pp=2), {}, buckets=True),
+    "qwen3-tp2pp2": Case("qwen3", Parallel(tp=2, pp=2), _SINGLETON, local=False, buckets=True),
     "gemma-tp2pp2": Case("gemma", Parallel(tp=2, pp=2), {}),
     "mixtral-ep2": Case("mixtral", Parallel(ep=2), {}),
-    "mixtral-tp2ep2": Case("mixtral", Parallel(tp=2, ep=2, etp=2), {}),
+    "mixtral-tp2ep2": Case("mixtral", Parallel(tp=2, ep=2, etp=2), {}, buckets=True),
     "qwen3_moe-tp4ep2etp2": Case("qwen3_moe", Parallel(tp=4, ep=2, etp=2), {}),
-    "qwen2_moe-tp2ep2etp1": Case("qwen2_moe", Parallel(tp=2, ep=2, etp=1), {}),
-    "qwen3_moe-pp2ep2": Case("qwen3_moe", Parallel(pp=2, ep=2), _SINGLETON),
-    "qwen3_moe-grouped": Case("qwen3_moe", Parallel(tp=2, ep=2, etp=2), {}, grouped=True),
-    "deepseek_v3-tp2ep2": Case("deepseek_v3", Parallel(tp=2, ep=2, etp=1), {}),
-    "critic-tp2pp2": Case("critic", Parallel(tp=2, pp=2), {}),
+    "qwen2_moe-tp2ep2etp1": Case("qwen2_moe", Parallel(tp=2, ep=2, etp=1), {}, buckets=True),
+    "qwen3_moe-pp2ep2": Case("qwen3_moe", Parallel(pp=2, ep=2), _SINGLETON, buckets=True),
+    "qwen3_moe-grouped": Case("qwen3_moe", Parallel(tp=2, ep=2, etp=2), {}, grouped=True, buckets=True),
+    "deepseek_v3-tp2ep2": Case("deepseek_v3", Parallel(tp=2, ep=2, etp=1), {}, buckets=True),
+    "critic-tp2pp2": Case("critic", Parallel(tp=2, pp=2), {}, buckets=True),
 }
+CASES = {name: case for name, case in CASES.items() if megatron_cpu.GROUPED or not case.grouped}
 LOGITS = {"llama": Parallel(tp=2), "qwen2": Parallel(), "qwen3": Parallel(tp=2), "gemma": Parallel(tp=2),
           "mixtral": Parallel(ep=2), "qwen2_moe": Parallel(tp=2, ep=2, etp=1), "qwen3_moe": Parallel(ep=2)}  # fmt: skip
 
@@ -180,6 +189,8 @@ def _write(root: Path, name: str, case: Case) -> None:
         _write_classic(role / "model", state, chunks, case)
     if case.dist is not None:
         _write_dist(role / "dist_ckpt", state, chunks, case.dist, moments=case.moments)
+    if case.buckets:
+        _write_buckets(role / "buckets", state, chunks, case)
     dist.barrier()
     if case.dist is None and dist.get_rank() == 0:
         shutil.rmtree(role / "dist_ckpt")
@@ -260,6 +271,50 @@ def _optimizer_state(model: torch.nn.Module, masters: list[torch.Tensor], sharde
     prefix = "optimizer.state.fp32_param"
     own = [shards.make_sharded_optimizer_tensor(by_number[n], master, prefix) for n, master in enumerate(masters)]
     return {"optimizer": content, "fp32_from_fp16_params": [own]}
+
+
+def _write_buckets(directory: Path, state: Any, chunks: list[torch.nn.Module], case: Case) -> None:
+    """Weights in bfloat16 and what a DistributedOptimizer has of them: it saves buckets, several of a chunk."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from milepost.engines.megatron.model import on_device
+
+    masters = {name: param.detach().clone() for name, param in _parameters(chunks)}
+    for chunk in chunks:
+        chunk.bfloat16()
+    how = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "overlap_grad_reduce": True}
+    ddp = DistributedDataParallelConfig(**how, bucket_size=BUCKET)
+    config = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    with torch.enable_grad(), on_device(megatron_cpu.CPU):
+        wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+        optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+    names = {param: name for name, param in _parameters(chunks)}
+    for inner in optimizer.chained_optimizers:
+        for param, (buffer, types, bucket) in inner.model_param_gbuf_map.items():
+            held = inner.gbuf_ranges[buffer][types][bucket]["param_map"][param]["param"]
+            group, number = inner.model_param_group_index_map[param]
+            own = inner.optimizer.param_groups[group]["params"][number]
+            own.data.copy_(masters[names[param]].view(-1)[held.start : held.end])
+            counted = {"step": torch.tensor(float(STEP)), "exp_avg": own.data * 0.5, "exp_avg_sq": own.data.square()}
+            inner.optimizer.state[own] = counted
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    metadata = {
+        **(case.dist or {}),
+        "dp_cp_group": state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "dp_reshardable",
+    }
+    sharded = {
+        "model" if len(chunks) == 1 else f"model{n}": chunk.sharded_state_dict(metadata=metadata)
+        for n, chunk in enumerate(chunks)
+    }
+    megatron_cpu.save({**sharded, "optimizer": optimizer.sharded_state_dict(sharded, metadata=metadata)}, directory)
+
+
+def _parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"{n}/{name}", param) for n, chunk in enumerate(chunks) for name, param in chunk.named_parameters()]
 
 
 def _logits(directory: Path, at: Parallel) -> float:

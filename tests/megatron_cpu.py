@@ -6,12 +6,15 @@ Only for processes of tests; nothing here is undone. Facts: megatron-core 0.16.1
 from __future__ import annotations
 
 import queue
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 CPU = torch.device("cpu")
+GROUPED = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 17)
+"""Whether megatron-core has experts that lie in one tensor (GroupedMLP), as it had before 0.17."""
 
 
 def install() -> None:
@@ -25,15 +28,17 @@ def install() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
+    from megatron.core.transformer.moe import moe_utils
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # without Transformer Engine these two name what was never defined
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
-    # grouped experts are made and saved here, not computed with
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    if GROUPED:  # such experts are made and saved here, not computed with
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
 
 
 def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None) -> Any:

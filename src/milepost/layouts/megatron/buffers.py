@@ -30,6 +30,7 @@ from milepost.errors import DamagedError
 from milepost.layouts.inert import TensorRef
 from milepost.layouts.megatron.files import RankFile
 from milepost.layouts.megatron.recovered import (
+    ALIGNMENT,
     MASTER,
     MOMENTS,
     Parameter,
@@ -45,7 +46,6 @@ from milepost.layouts.torchfile import TorchFile
 
 _KINDS = (MASTER, *MOMENTS)
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
-_ALIGNMENT = 64
 _BUCKET = 40_000_000  # elements; Megatron's own choice, or a million for each data-parallel rank where that is more
 
 
@@ -134,7 +134,7 @@ def _placed(
     if total is None or not all(_is_flat(buffer.get(kind), total) for kind in _KINDS):
         raise DamagedError(f"{file.path}: a buffer without {', '.join(_KINDS)} of numel_unpadded={total} elements")
     refs = [rank.chunks[stage][name] for stage, name in parameters]
-    for alignment, bucket, tied in itertools.product((_ALIGNMENT, 1), _buckets(rank), (False, True)):
+    for alignment, bucket, tied in itertools.product((ALIGNMENT, 1), _buckets(rank), (False, True)):
         alone = [tied and name in _TIED for _, name in parameters]
         starts, end = layout([math.prod(ref.shape) for ref in refs], alone, alignment, bucket)
         if end != total:

@@ -21,9 +21,7 @@ import numpy as np
 
 from milepost.index import Box, Chunk, Shape, TensorEntry, contiguous_strides, itemsize, shifted
 from milepost.layouts.flat_runs import boxes_of_run
-from milepost.layouts.megatron.recovered import MASTER, ROUNDED
-
-_SAMPLE = 4096  # elements of a box that are compared
+from milepost.layouts.megatron.recovered import MASTER, ROUNDED, beginning
 
 
 def unflattened(kinds: Mapping[str, TensorEntry], weight: TensorEntry) -> Mapping[str, TensorEntry] | None:
@@ -73,14 +71,5 @@ def _is_master(master: TensorEntry, weight: TensorEntry) -> bool:
     boxes = [chunk.box for chunk in master.chunks if chunk.box.volume]
     if rounded is None or master.dtype != "float32":
         return False
-    looked_at = [_beginning(boxes[number]) for number in sorted({0, len(boxes) // 2, len(boxes) - 1})] if boxes else []
+    looked_at = [beginning(boxes[number]) for number in sorted({0, len(boxes) // 2, len(boxes) - 1})] if boxes else []
     return all(np.array_equal(rounded(master.bits(box)), weight.bits(box)) for box in looked_at)
-
-
-def _beginning(box: Box) -> Box:
-    """The first elements of a box, as a box."""
-    sizes, left = [], _SAMPLE
-    for size in reversed(box.sizes):
-        sizes.append(min(size, max(1, left)))
-        left //= max(1, size)
-    return Box(box.offsets, tuple(reversed(sizes)))

@@ -21,6 +21,12 @@ from milepost.errors import DamagedError
 from milepost.wording import ranges
 
 Place = TypeVar("Place")
+_EXPERTS = ".mlp.experts."
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of an expert, by its name in any of Megatron's spellings; shared experts are none."""
+    return _EXPERTS in name
 
 
 def offsets(numbers: Mapping[Place, Collection[int]], order: Sequence[Place], what: str) -> dict[Place, int]:

@@ -28,6 +28,7 @@ SCHEDULE = "opt_param_scheduler"
 _OPTIMIZER = re.compile(r"distrib_optim_pp(\d+)_tp(\d+)_cp\d+_dp(\d+)\.pt")
 _STATE = re.compile(r"rng_states_pp\d+_tp\d+_cp\d+_dp\d+\.pt")
 _RNG_KEY = re.compile(r"rng_state/shard_.+")
+_GROUP_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_.+")
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 KEYS = ("param_groups", "scheduler", "rng")
 
@@ -179,33 +180,34 @@ class DistObjects(Mapping[str, Any]):
             return common.get(SCHEDULE)
         if key == "rng":
             return _of_ranks(self._objects[name] for name in self._objects if _RNG_KEY.fullmatch(name))
-        groups = self._optimizer().get("param_groups")
+        groups = next((found["param_groups"] for found in self._optimizers() if found.get("param_groups")), None)
         return None if groups is None else _groups(groups)
 
-    def _optimizer(self) -> Mapping[str, Any]:
-        """The part of `common.pt` with `param_groups`: a distributed optimizer has it one level deeper, one with
-        experts of their own in the first of two."""
-        found = self._common().get("optimizer")
-        for key in (0, "optimizer"):
-            if isinstance(found, dict) and isinstance(found.get(key), dict):
-                found = found[key]
-        return found if isinstance(found, dict) else {}
+    def _optimizers(self) -> Iterator[Mapping[str, Any]]:
+        """What was saved of each optimizer besides its tensors: in `common.pt`, and of `dp_reshardable` in an object
+        of each group of ranks. The mapping with `param_groups` lies one level deeper where the optimizer is
+        distributed, in the first of two where experts have their own."""
+        for found in (self._common().get("optimizer"), *map(self._objects.__getitem__, self._of_groups())):
+            inner = found[0] if isinstance(found, list) and found else found
+            for key in (0, "optimizer"):
+                if isinstance(inner, dict) and isinstance(inner.get(key), dict):
+                    inner = inner[key]
+            if isinstance(inner, dict):
+                yield inner
+
+    def _of_groups(self) -> list[str]:
+        return [name for name in self._objects if _GROUP_KEY.fullmatch(name)]
 
     def _common(self) -> Mapping[str, Any]:
         found = self._objects.get("common")
         return found if isinstance(found, dict) else {}
 
     def steps(self, weights: Collection[str], common: Path) -> dict[str, TensorEntry]:
-        """The count of the optimizer's steps for each weight that has moments: one number in `common.pt`."""
-        optimizer = self._optimizer()
-        groups = optimizer.get("param_groups")
-        of_groups = {group.get("step") for group in groups if isinstance(group, dict)} if groups else set()
-        state = optimizer.get("state")
-        count = state.get("common_step") if isinstance(state, dict) else None
-        count = optimizer.get("step", of_groups.pop() if count is None and len(of_groups) == 1 else count)
-        if not isinstance(count, int | float):
+        """The count of the optimizer's steps for each weight that has moments: one number for all of them."""
+        counts = {count for optimizer in self._optimizers() for count in _counts(optimizer)}
+        if len(counts) != 1:
             return {}
-        source = ByteSource(str(common), 0, (), struct.pack("<f", count))
+        source = ByteSource(str(common), 0, (), struct.pack("<f", counts.pop()))
         entry = TensorEntry("float32", (), (Chunk(Box((), ()), source),))
         return {moment_name(name, "step"): entry for name in weights}
 
@@ -215,6 +217,16 @@ class DistObjects(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects) + len(KEYS)
+
+
+def _counts(optimizer: Mapping[str, Any]) -> set[float]:
+    """The counts of steps that are noted: at one place for all parameters, or in each of their groups."""
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
+    whole = optimizer.get("step", state.get("common_step") if isinstance(state, dict) else None)
+    of_groups = [group.get("step") for group in groups or () if isinstance(group, dict)]
+    return {
+        float(count) for count in ([of_groups] if whole is None else [[whole]])[0] if isinstance(count, int | float)
+    }
 
 
 def _plain(path: Path) -> Any:

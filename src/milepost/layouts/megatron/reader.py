@@ -11,7 +11,8 @@ The index has Megatron's names; what they mean and how parts are joined is the m
 A dist checkpoint is a torch DCP folder (`layouts.dcp.reader`), so its tensors are whole. Optimizer state that is laid
 out like the weights becomes `optim/<name>/<moment>`: `exp_avg`, `exp_avg_sq`, and `param`, the optimizer's own copy of
 a weight in float32, which Megatron writes as `param` or `fp32_param`; before 0.16 flattened (`flattened`).
-Flat buffers of a data-parallel rank, which name no weights, leave a reason in `unread`.
+Buckets of data-parallel ranks name no weights and are given back to them (`buckets`); what cannot be leaves a reason in
+`unread`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from milepost.index import TensorEntry, TensorIndex, moment_name
 from milepost.layouts.dcp.metadata import holds_dcp
 from milepost.layouts.dcp.reader import DcpLayout
+from milepost.layouts.megatron.buckets import is_bucket, read_buckets
 from milepost.layouts.megatron.classic import EXTRA_STATE, extra_state_line, open_classic
 from milepost.layouts.megatron.files import folder_of_ranks
 from milepost.layouts.megatron.flattened import unflattened
@@ -39,6 +41,11 @@ _OPTIMIZER_FOLDERS = ("optimizer/dist_ckpt",)
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\..+", re.DOTALL)
 _EXTRA = re.compile(rf".+\.{EXTRA_STATE}/shard_.+", re.DOTALL)
+_NAMING = (
+    "dist_ckpt_optim_fully_reshardable=true of verl, --dist-ckpt-optim-fully-reshardable of Megatron-LM save a form "
+    "that does"
+)
+_GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/shard_.+")
 _STATE = re.compile(r"rng_state.*|rerun_state_machine_state.*", re.DOTALL)
 
 
@@ -106,8 +113,10 @@ def _is_dist(folder: Path) -> bool:
 
 def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> TensorIndex:
     """What a folder holds, under milepost's names; `weights` are those of all folders, under Megatron's."""
+    weights = {name: entry for name, entry in weights.items() if not _is_other(name)}
     entries: dict[str, TensorEntry] = {}
     flattened: dict[str, dict[str, TensorEntry]] = {}
+    buckets: dict[str, TensorEntry] = {}
     flat = shapeless = 0
     for key, entry in index.items():
         match = _MOMENT.fullmatch(key)
@@ -117,6 +126,8 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
                 flattened.setdefault(match[2], {})[kind] = entry
                 continue
             entries[moment_name(match[2], kind)] = entry
+        elif is_bucket(key):
+            buckets[key] = entry
         elif _OPTIMIZER.fullmatch(key):
             flat += 1
         elif not _STATE.fullmatch(key):
@@ -126,16 +137,23 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
         shapeless += len(kinds) if found is None else 0
         entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
     extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
+    flat += sum(1 for key in index.objects if _GATHERED.fullmatch(key))
     unread = [extra_state_line(extra)] if extra else []
+    state = read_buckets(buckets, weights) if buckets else {}
+    if isinstance(state, str):
+        unread.append(f"{len(buckets)} buckets of optimizer state, which name no weights: {state}; {_NAMING}")
+    else:
+        entries |= {moment_name(name, kind): entry for name, kinds in state.items() for kind, entry in kinds.items()}
     if flat:
-        unread.append(
-            f"{flat} buffers of optimizer state, each of a data-parallel rank, which name no weights; "
-            "dist_ckpt_optim_fully_reshardable=true of verl, --dist-ckpt-optim-fully-reshardable of Megatron-LM save a "
-            "form that does"
-        )
+        unread.append(f"{flat} parts of optimizer state in a form that names no weights; {_NAMING}")
     if shapeless:
         unread.append(f"{shapeless} tensors of optimizer state whose shapes or values are not those of their weights")
     return TensorIndex(entries, MegatronLayout.name, index.files, index.world_size, index.objects, tuple(unread))
+
+
+def _is_other(key: str) -> bool:
+    """Whether a key is of no weight."""
+    return any(pattern.fullmatch(key) for pattern in (_OPTIMIZER, _STATE))
 
 
 class _Objects(Mapping[str, Any]):

@@ -3,6 +3,7 @@
     buffers     flat buffers of the DistributedOptimizer
     numbered    whole tensors by number, of the optimizer that is not distributed
     flattened   parts of weights in dist checkpoints, flattened
+    buckets     flat buckets of the DistributedOptimizer in dist checkpoints
 
 The order of the parameters is the model's, which its file has, changed by rules of Megatron's. That the rules are the
 ones by which a file was written is not believed but proved: the optimizer's float32 copy of each parameter, rounded to
@@ -15,21 +16,26 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from milepost.cast import cast_bits
 from milepost.index import Bits, Box, ByteSource, Chunk, TensorEntry
 from milepost.layouts.inert import TensorRef
 from milepost.layouts.megatron.files import RankFile
+from milepost.layouts.megatron.numbers import is_expert
 from milepost.layouts.torchfile import TorchFile
 
 MASTER = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_EXPERTS = ".mlp.experts."
-_NO_PARAMETERS = ("_extra_state", "expert_bias", "tokens_per_expert")
+NO_PARAMETERS = ("_extra_state", "expert_bias", "tokens_per_expert")
+"""How the names end of what a model holds besides its parameters."""
+ALIGNMENT = 64
+"""Elements: each parameter begins at a multiple of them in a flat buffer."""
 _SAMPLE = 4096  # elements that are compared at each end of a parameter
 
 Parameter = tuple[int, str]
@@ -88,8 +94,8 @@ def parameters_of(rank: RankFile, part: int | None) -> list[Parameter]:
         for stage, chunk in enumerate(rank.chunks)
         for name, value in chunk.items()
         if isinstance(value, TensorRef)
-        and not name.endswith(_NO_PARAMETERS)
-        and (part is None or (_EXPERTS in name) == bool(part))
+        and not name.endswith(NO_PARAMETERS)
+        and (part is None or is_expert(name) == bool(part))
     ]
 
 
@@ -126,17 +132,16 @@ def _run(file: TorchFile, ref: TensorRef, first: int, count: int) -> Bits:
     return file.entry(TensorRef(ref.dtype, (count,), (1,), ref.storage, ref.offset + first)).bits()
 
 
-def _to_bfloat16(bits: Bits) -> Bits:
-    """Float32 bits rounded to the nearest bfloat16, ties to even, as torch casts."""
-    wide = bits.astype(np.uint64)
-    return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _to_float16(bits: Bits) -> Bits:
-    return bits.view(np.float32).astype(np.float16).view(np.uint16)
+def beginning(box: Box) -> Box:
+    """The first elements of a box, as a box."""
+    sizes, left = [], _SAMPLE
+    for size in reversed(box.sizes):
+        sizes.append(min(size, max(1, left)))
+        left //= max(1, size)
+    return Box(box.offsets, tuple(reversed(sizes)))
 
 
 ROUNDED: Mapping[str, Callable[[Bits], Bits]] = MappingProxyType(
-    {"float32": lambda bits: bits, "bfloat16": _to_bfloat16, "float16": _to_float16}
+    {dtype: partial(cast_bits, source="float32", target=dtype) for dtype in ("float32", "bfloat16", "float16")}
 )
 """Element type -> what the bits of a float32 become in it."""
