@@ -350,7 +350,8 @@ class TensorIndex(Mapping[str, TensorEntry]):
     files:       every file that the picture is drawn from
     world_size:  number of ranks that wrote it; 1 where that means nothing
     objects:     small state that is not tensors (schedulers, RNG, hyperparameters); may be read when first asked for
-    unread:      what the files hold that the picture lacks, and why, one line each
+    unread:      tensors that the files hold and the picture lacks, and why, one line each
+    skipped:     what else the files hold, which is no tensor of a model, one line each
     """
 
     entries: Mapping[str, TensorEntry]
@@ -359,6 +360,7 @@ class TensorIndex(Mapping[str, TensorEntry]):
     world_size: int = 1
     objects: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self.entries[name]

@@ -25,4 +25,5 @@ def test_moments_that_are_there_and_cannot_be_read_are_not_lost_in_silence() -> 
         fit("actor", TensorIndex(entries, "fsdp", unread=(reason,)), live)
     # A checkpoint without any, and a model that wants none.
     assert not fit("actor", TensorIndex(entries, "fsdp"), live).has_optimizer
+    assert not fit("actor", TensorIndex(entries, "megatron", skipped=("16 _extra_state entries",)), live).has_optimizer
     assert list(fit("actor", TensorIndex(entries, "fsdp", unread=(reason,)), {"w": live["w"]}).wanted) == ["w"]

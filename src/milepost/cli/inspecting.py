@@ -222,6 +222,7 @@ def _facts(located: Located, index: TensorIndex) -> dict[str, Any]:
         "dtypes": dict(Counter(entry.dtype for entry in weights.values())),
         "moments": len(index) - len(weights),
         "unread": list(index.unread),
+        "skipped": list(index.skipped),
         "committed": (located.directory.parent / MANIFEST).exists(),
     }
 
@@ -233,6 +234,8 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
     print(f"  moments  {facts['moments']} tensors" if facts["moments"] else "  moments  none")
     for line in facts["unread"]:
         print(f"  not read  {line}")
+    for line in facts["skipped"]:
+        print(f"  skipped  {line}")
 
 
 def _entry_facts(index: TensorIndex, name: str) -> dict[str, Any]:

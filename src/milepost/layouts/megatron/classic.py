@@ -91,7 +91,8 @@ def open_classic(folder: Path, layout: str) -> TensorIndex:
         (*(rank.file.path for rank in ranks), *optimizer.files, *recovered.files, *state_files(folder)),
         len(state_files(folder)) or len(ranks),
         ClassicObjects(folder, optimizer, dict(ranks[0].file.plain(ranks[0].args))),
-        _unread(ranks, extra, recovered, named=bool(optimizer.files or recovered.files)),
+        _unread(ranks, recovered, named=bool(optimizer.files or recovered.files)),
+        extra_state_lines(extra),
     )
 
 
@@ -101,18 +102,18 @@ def _recovered(folder: Path, ranks: Sequence[RankFile]) -> Recovered:
     return flat if flat.states or flat.unread else read_numbered(ranks)
 
 
-def _unread(ranks: Sequence[RankFile], extra: int, recovered: Recovered, *, named: bool) -> tuple[str, ...]:
-    lines = [extra_state_line(extra)] if extra else []
+def _unread(ranks: Sequence[RankFile], recovered: Recovered, *, named: bool) -> tuple[str, ...]:
     if recovered.unread:
-        lines.append(recovered.unread)
-    elif any(rank.moments for rank in ranks) and not named:
-        lines.append("optimizer state: classic Megatron files number its parameters and do not name them")
-    return tuple(lines)
+        return (recovered.unread,)
+    if any(rank.moments for rank in ranks) and not named:
+        return ("optimizer state: classic Megatron files number its parameters and do not name them",)
+    return ()
 
 
-def extra_state_line(count: int) -> str:
-    """How the entries that are no weights are worded."""
-    return f"{count} {EXTRA_STATE} entries: settings of Transformer Engine's modules, which are no weights"
+def extra_state_lines(count: int) -> tuple[str, ...]:
+    """How so many entries that are no weights are worded."""
+    line = f"{count} {EXTRA_STATE} entries: settings of Transformer Engine's modules, which are no weights"
+    return (line,) if count else ()
 
 
 def _check_alike(ranks: Sequence[RankFile]) -> None:

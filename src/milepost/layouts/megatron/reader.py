@@ -27,7 +27,7 @@ from milepost.index import TensorEntry, TensorIndex, moment_name
 from milepost.layouts.dcp.metadata import holds_dcp
 from milepost.layouts.dcp.reader import DcpLayout
 from milepost.layouts.megatron.buckets import is_bucket, read_buckets
-from milepost.layouts.megatron.classic import EXTRA_STATE, extra_state_line, open_classic
+from milepost.layouts.megatron.classic import EXTRA_STATE, extra_state_lines, open_classic
 from milepost.layouts.megatron.files import folder_of_ranks
 from milepost.layouts.megatron.flattened import unflattened
 from milepost.layouts.megatron.optimizer import DistObjects
@@ -80,6 +80,7 @@ class MegatronLayout:
             max(index.world_size for index in opened),
             objects,
             tuple(line for index in opened for line in index.unread),
+            tuple(line for index in opened for line in index.skipped),
         )
 
     def describe(self, directory: Path) -> str:
@@ -138,7 +139,7 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
         entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
     extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
     flat += sum(1 for key in index.objects if _GATHERED.fullmatch(key))
-    unread = [extra_state_line(extra)] if extra else []
+    unread: list[str] = []
     state = read_buckets(buckets, weights) if buckets else {}
     if isinstance(state, str):
         unread.append(f"{len(buckets)} buckets of optimizer state, which name no weights: {state}; {_NAMING}")
@@ -148,7 +149,15 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
         unread.append(f"{flat} parts of optimizer state in a form that names no weights; {_NAMING}")
     if shapeless:
         unread.append(f"{shapeless} tensors of optimizer state whose shapes or values are not those of their weights")
-    return TensorIndex(entries, MegatronLayout.name, index.files, index.world_size, index.objects, tuple(unread))
+    return TensorIndex(
+        entries,
+        MegatronLayout.name,
+        index.files,
+        index.world_size,
+        index.objects,
+        tuple(unread),
+        extra_state_lines(extra),
+    )
 
 
 def _is_other(key: str) -> bool:

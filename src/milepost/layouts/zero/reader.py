@@ -69,7 +69,8 @@ class DeepSpeedLayout:
             (*(model.file.path for model in models), *(optim.file.path for optim in optims)),
             world_size,
             _Objects([model.file.path for model in models], optims[0].file.path if optims else None),
-            unread + not_tensors,
+            unread,
+            not_tensors,
         )
 
     def describe(self, directory: Path) -> str:

@@ -97,7 +97,7 @@ def remarks(index: TensorIndex) -> tuple[str, ...]:
     """What a user should hear of an index as a layout opened it: what was left out, which of two copies is taken."""
     if index.layout != MEGATRON:
         return ()
-    lines = [f"left out: {line}" for line in index.unread]
+    lines = [f"left out: {line}" for line in (*index.skipped, *index.unread)]
     masters = {entry.dtype for name, entry in index.items() if split(name)[1] == MASTER}
     own = {entry.dtype for entry in index.weights().values()}
     if masters and own and masters != own:
