@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -116,6 +117,21 @@ def kinds(savers: Savers, every: int, seed: int) -> dict[str, Callable[[Path], I
             found[f"SIGKILL of {who} of two, at rank {rank}'s call"] = lambda base, who=who, rank=rank: sweeps.kills(
                 savers, base, ranks=2, who=who, at_rank=rank, every=2 * every
             )
+    for number in (SIGINT, SIGTERM):
+        found[f"{number.name} to one rank of two"] = lambda base, number=number: sweeps.interrupts(
+            savers, base, number, ranks=2, every=3 * every
+        )
+    found["SIGINT to all of two ranks"] = lambda base: sweeps.interrupts(
+        savers, base, SIGINT, ranks=2, all_ranks=True, every=3 * every
+    )
+    for blocking in (True, False):
+        behind = "" if blocking else " while it trains on"
+        found[f"SIGINT, and it goes on saving{behind}"] = lambda base, blocking=blocking: sweeps.ctrl_c(
+            savers, base, every=max(1, every // 4), blocking=blocking
+        )
+        found[f"hanging call of rank 0 of two{behind}"] = lambda base, blocking=blocking: sweeps.commit_hangs(
+            savers, base, every=2 * every, blocking=blocking
+        )
     found["SIGSTOP of one rank of two"] = lambda base: sweeps.stops(savers, base, every=2 * every)
     two, subsets = Job(Path(), Path(), ranks=2, steps=2), 1 if every > 1 else 6
     found["power cut, by POSIX's promises"] = lambda base: sweeps.power_cuts(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint.diary.events import EVENTS
-from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, digest_file
 from milepost.checkpoint.steps import TRACKER
 
 BEGIN = 1_800_000_000.0
@@ -131,7 +131,7 @@ def commit_step(run_dir: Path, number: int, *, world_size: int = 2, **changes: A
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"\0" * size)
-    records = tuple(FileRecord(name, size, "0" * 32) for name, size in sizes.items())
+    records = tuple(FileRecord(name, size, digest_file(directory / name)) for name, size in sizes.items())
     usual: dict[str, Any] = {"step": number, "world_size": world_size, "roles": {"actor": "fsdp", "critic": "fsdp"}}
     usual |= {"contents": ("model",), "files": records, "created": BEGIN, "version": "0", "run_id": "r1"}
     (directory / MANIFEST).write_text(Manifest(**{**usual, **changes}).to_json())

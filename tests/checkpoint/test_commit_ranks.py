@@ -15,7 +15,7 @@ import pytest
 from ranks import run_ranks
 from tiny_engine import Run, TinyEngine, disk_is_at, names, resumed
 
-from milepost.checkpoint import commit
+from milepost.checkpoint import shared
 from milepost.checkpoint.manifest import check_files, read_manifest
 from milepost.checkpoint.steps import TRACKER, read_tracker
 from milepost.errors import MilepostError
@@ -86,7 +86,7 @@ def scenarios(base: Path) -> dict[str, Any]:
 
     lost = Run(base / "run", roles={"actor": LosesItsFiles("actor", **ranks), "critic": run.critic})
     lost.manager.resume()
-    commit._SHARED_FS_SECONDS = 0.3  # instead of what a slow network file system may take
+    shared.SEEN_WITHIN = 0.3  # instead of what a slow network file system may take
     told["lost"] = tell(lambda: lost.manager.save(2))
 
     dist.barrier()

@@ -58,3 +58,27 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 def test_a_step_without_any_time_around_it_is_all_training() -> None:
     assert spent([step(0, 1)]).share == 1.0
     assert spent([step(0, 1, took=0.0)]).share == 0.0
+
+
+def test_a_hang_is_taken_from_the_part_that_it_lay_in_and_counts_once() -> None:
+    def hung(at: float, number: int, phase: str, rank: int, seconds: float) -> list[dict[str, object]]:
+        told = {"step": number, "phase": phase, "rank": rank}
+        return [event(at, "stall", **told, seconds=1.0), event(at + 1, "stall_over", **told, seconds=seconds)]
+
+    events = [
+        start(0),
+        *hung(20, 0, "resume", 0, 15.0),
+        resume(30, None),
+        step(41, 1),
+        event(61, "save_durable", step=1, seconds=20.0, stall=20.0, bytes=1, folder="global_step_1"),
+        *hung(60, 1, "save_checkpoint", 0, 18.0),
+        *hung(80, 1, "logging", 0, 12.0),
+        *hung(82, 2, "agreeing", 1, 12.0),  # rank 1 waits meanwhile, at the next step's door
+        step(100, 2),
+    ]
+    found = spent(events)
+    assert found.parts == pytest.approx(
+        {"training": 20, "redone": 0, "saving": 2, "validating": 0, "starting": 16, "down": 0, "stalled": 45,
+         "rest": 17}
+    )  # fmt: skip
+    assert found.total == pytest.approx(100)

@@ -25,6 +25,7 @@ from milepost.errors import (
     MilepostError,
     MismatchError,
     NotFoundError,
+    WriteError,
 )
 
 MODEL = "model_world_size_1_rank_0.pt"
@@ -622,3 +623,22 @@ def test_a_tracker_that_cannot_be_moved_does_not_undo_a_step(tmp_path: Path, cap
         run.train(2)
     assert TRACKER in caplog.text
     assert resumed(tmp_path).is_at(2)
+
+
+def test_an_end_on_an_error_is_no_kill_to_the_next_start(tmp_path: Path) -> None:
+    """A step that was on its way at the end never came to the disk: the diary says so, and close() raises it."""
+    run = trained(tmp_path, 1)
+    in_the_way = tmp_path / "global_step_2" / "something"
+    in_the_way.mkdir(parents=True)
+    run.reach(2)
+    run.manager.save(2, blocking=False)
+    with pytest.raises(WriteError, match=r"step 2 was not saved: .*Directory not empty"):
+        run.manager.close()
+    *_, failed, stop = read_events(tmp_path / EVENTS)
+    assert (failed["event"], failed["step"]) == ("save_failed", 2)
+    assert (stop["event"], stop["reason"]) == ("stop", "error")
+    assert "step 2 was not saved" in stop["error"]
+    run.manager.close()
+    assert read_events(tmp_path / EVENTS)[-1] == stop
+    in_the_way.rmdir()
+    assert not any("was killed" in note for note in resumed(tmp_path).manager.report.notes)

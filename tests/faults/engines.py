@@ -38,7 +38,7 @@ def run(job: Job, rank: int) -> Any:
 
     from milepost.checkpoint.comm import TorchCommunicator
 
-    timeout = 3 * job.options.get("save_timeout", 600.0)  # as the manager has it
+    timeout = job.patience or 3 * job.options.get("save_timeout", 600.0)
     comm = TorchCommunicator(timeout, PATIENCE) if job.ranks > 1 else None
     if job.kind == "tiny":
         return Run(job.root, rank=rank, world_size=job.ranks, comm=comm, **job.options)

@@ -32,6 +32,9 @@ class Job:
     each:      the ranks stay, and save once with the first rule at its 1st, 2nd, ... call: every such `each` calls
     again:     a rank that was told of an error leaves the file `told<rank>` in `scratch`, waits there for a file `go`,
                and saves the same step again
+    interrupts: SIGINT and SIGTERM break a rank off, as Ctrl-C and the agent's signal do a worker; it then ends with 128
+               and the signal's number, and what it says on stderr lies in `scratch`, in `stderr<rank>`
+    patience:  seconds for which ranks wait for one another; None: as long as the manager has it
     orphans:   whether ranks go on where the process that started them is killed; else they die with it
     seconds:   after which what is left of the job is killed
     options:   of the manager
@@ -52,6 +55,8 @@ class Job:
     blocking: bool = True
     each: int = 0
     again: bool = False
+    interrupts: bool = False
+    patience: float | None = None
     orphans: bool = False
     seconds: float = 60.0
     options: Mapping[str, Any] = field(default_factory=lambda: {"keep_last": 2})
@@ -75,11 +80,13 @@ class Outcome:
     told:      what each rank said, in order: {"rank", "event": resumed (and whether it "holds" the
                state of that step), saved, error, point, closed, ended; "step", "why", "seconds"}
     signals:   by which signal each rank was ended, 0 where by none; None where nobody could see it
+    statuses:  with which status each rank ended; None where a signal ended it, or nobody could see it
     overtime:  whether something was left when the time was over
     """
 
     told: tuple[Mapping[str, Any], ...]
     signals: tuple[int | None, ...]
+    statuses: tuple[int | None, ...]
     overtime: bool
 
     def of(self, event: str, rank: int | None = None) -> list[Mapping[str, Any]]:

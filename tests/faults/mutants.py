@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.checkpoint import commit, files
+from milepost.checkpoint.litter import delete_step
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.saving import saver
 from milepost.checkpoint.steps import TRACKER, scan, step_name
@@ -48,13 +49,13 @@ def _manifest_after_rename() -> None:
 
 def _tracker_first() -> None:
     """The tracker names the step before it is there."""
-    prepare = commit._prepare_tracker
+    prepare = commit.prepare_tracker
 
     def prepare_and_move(root: Path, step: int) -> Path:
         prepared = prepare(root, step)
         return prepared.replace(root / TRACKER)
 
-    _put(commit, "_prepare_tracker", prepare_and_move)
+    _put(commit, "prepare_tracker", prepare_and_move)
 
 
 def _in_place() -> None:
@@ -74,7 +75,7 @@ def _delete_first() -> None:
 
     def make_room(request: Any) -> Path:
         for step in scan(request.root):
-            commit.delete_step(step.path)
+            delete_step(step.path)
         return make(request)
 
     _put(commit, "_make_temporary", make_room)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from faults.jobs import Job, Outcome
 SAVED = "saved "
 """How the mark begins that a rank puts into the trace once `save` has returned; the step's number follows."""
 TESTS = Path(__file__).parents[1]
+_OTHERS = ("milepost-in-time", "milepost-prune", "milepost-step")
+"""Threads that may still be at work where a save was given up."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -80,7 +83,7 @@ class Savers:
         """Wait for the end of the job that was started last."""
         found = self._answer()
         self._launcher = None
-        return Outcome(tuple(found["told"]), tuple(found["signals"]), found["overtime"])
+        return Outcome(tuple(found["told"]), tuple(found["signals"]), tuple(found["statuses"]), found["overtime"])
 
     def run(self, job: Job) -> Outcome:
         """Do one job."""
@@ -128,9 +131,12 @@ def main(kinds: Sequence[str]) -> None:
         print(json.dumps({"launcher": launcher}), flush=True)
         told, overtime = _listen(read, launcher, job.seconds)
         os.waitpid(launcher, 0)
-        ended = {said["rank"]: said["signal"] for said in told if said["event"] == "ended"}
-        signals = [ended.get(rank) for rank in range(job.ranks)]
-        print(json.dumps({"told": told, "signals": signals, "overtime": overtime}), flush=True)
+        ended = {said["rank"]: said for said in told if said["event"] == "ended"}
+        signals, statuses = (
+            [ended[rank][how] if rank in ended else None for rank in range(job.ranks)] for how in ("signal", "status")
+        )
+        answer = {"told": told, "signals": signals, "statuses": statuses, "overtime": overtime}
+        print(json.dumps(answer), flush=True)
 
 
 def _listen(read: int, launcher: int, seconds: float) -> tuple[list[dict[str, Any]], bool]:
@@ -165,6 +171,8 @@ def _launch(job: Job, pipe: int) -> NoReturn:
         os.close(read)
         doors.append(write)
         ranks[pid] = rank
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     store = None
     if job.ranks > 1:
         from torch.distributed import TCPStore
@@ -179,7 +187,7 @@ def _launch(job: Job, pipe: int) -> NoReturn:
             stopped.add(pid)
         else:
             code = os.waitstatus_to_exitcode(status)
-            _say(pipe, ranks.pop(pid), "ended", signal=max(0, -code))
+            _say(pipe, ranks.pop(pid), "ended", signal=max(0, -code), status=code if code >= 0 else None)
         if ranks and set(ranks) <= stopped:  # those that hang are ended once the others are done with them
             for left in ranks:
                 os.kill(left, signal.SIGKILL)
@@ -190,12 +198,39 @@ def _rank(job: Job, rank: int, door: int, pipe: int) -> NoReturn:
     if not job.orphans:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     port = int(os.read(door, 16) or b"0")
+    if job.interrupts:
+        _end(job, rank, port, pipe)
     try:
         _work(job, rank, port, pipe)
     except BaseException as error:  # noqa: BLE001  whatever it is, the test must hear of it
         _say(pipe, rank, "error", why=f"{type(error).__name__}: {error}", seconds=0.0, step=0, raw=True)
     finally:
         os._exit(0)
+
+
+def _end(job: Job, rank: int, port: int, pipe: int) -> NoReturn:
+    """Be a rank that signals break off, and end as a worker ends; alone as somebody's own loop does, whose interpreter
+    clears up."""
+    from milepost.checkpoint.preemption import CLOSING, FAILED, StopSignals, Terminated
+
+    os.dup2(os.open(job.scratch / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    closing = job.scratch / CLOSING
+    closing.write_text(FAILED)
+    StopSignals((), closing).install()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 0
+    try:
+        _work(job, rank, port, pipe)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except Terminated:
+        status = 128 + signal.SIGTERM
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # as a worker does: nothing may break the end
+            signal.signal(number, signal.SIG_IGN)
+    if job.ranks > 1:
+        os._exit(status)
+    sys.exit(status)
 
 
 def _work(job: Job, rank: int, port: int, pipe: int) -> None:
@@ -211,7 +246,7 @@ def _work(job: Job, rank: int, port: int, pipe: int) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=60))
     mutants.apply(job.mutant)
     run = engines.run(job, rank)
-    rules = job.rules if job.at_rank in (None, rank) else ()
+    rules = job.rules if job.at_rank in (None, rank) and not job.each else ()
     shim.watch(job.root, rules, job.scratch / "calls", job.trace, job.mount)
     mode = "auto" if job.resume_from is None else "resume_path"
     resumed = run.manager.resume(mode, job.resume_from) or 0
@@ -253,12 +288,30 @@ def _sweep(job: Job, rank: int, run: Any, pipe: int) -> None:
         together()
         calls = job.scratch / f"calls{k}."
         shim.watch(job.root, rules, calls)
-        saved = _save(job, run, step, rank, pipe)
+        broken_off = False
+        try:
+            saved = _save(job, run, step, rank, pipe)
+        except KeyboardInterrupt:
+            saved, broken_off = False, True
+        together()
+        if rules and rule.act == "hang":
+            shim.release(calls)
+        while any(thread.name.startswith(_OTHERS) for thread in threading.enumerate()):
+            time.sleep(0.001)
+        if broken_off:  # it may have its name all the same, and then is whole
+            saved = state.newest(job.root) >= step
         shim.watch(job.root, (), calls)
         together()
         if rank == 0:
             found = state.faults_of(job.root, state.Promise(step if saved else step - 1, 0))
-            if not saved and any(path.name.startswith(".global_step") for path in job.root.iterdir()):
+            if not saved and state.newest(job.root) >= step:
+                found.append(f"step {step} is there, though all were told that it was not saved")
+            swept_by_next_start = rule.act.startswith(("hang", "signal"))
+            if (
+                not saved
+                and not swept_by_next_start
+                and any(path.name.startswith(".global_step") for path in job.root.iterdir())
+            ):
                 found.append("a temporary folder was left")
             _say(pipe, rank, "point", step=step, k=k, saved=saved, why="; ".join(found))
         step += saved

@@ -33,10 +33,11 @@ static size_t watched_length;
 static int trace = -1;
 static struct {
   char ops[256]; /* names between commas, with one at either end; empty: all */
+  char part[64]; /* what is in the path of those that match; empty: anything */
   char act[32];
   long k;        /* which matching call, counted from 1; 0: none */
   int onwards;   /* and all that follow */
-  long *seen;    /* matching calls so far, of all processes that share the counter */
+  long *seen;    /* matching calls so far, of all processes that share the counter; then whether what hangs goes on */
 } rules[RULES];
 
 /* Watch changes below `directory`. `trace_file` (or NULL) gets a line a change, and the bytes of writes after it. `mount` (or NULL) is
@@ -51,14 +52,16 @@ int fault_watch(const char *directory, const char *trace_file, const char *mount
   return trace_file && trace < 0 ? errno : 0;
 }
 
-/* Do `act` at the k-th call (and, with `onwards`, all later ones) that is one of `ops`. `counter` is a file of 8 bytes. */
-int fault_rule(int slot, const char *ops, long k, int onwards, const char *act, const char *counter) {
+/* Do `act` at the k-th call (and, with `onwards`, all later ones) that is one of `ops` on a path with that `part`. `counter` is a file
+   of 16 bytes. */
+int fault_rule(int slot, const char *ops, const char *part, long k, int onwards, const char *act, const char *counter) {
   int fd = (int)syscall(SYS_openat, AT_FDCWD, counter, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (fd < 0 || syscall(SYS_ftruncate, fd, sizeof(long))) return errno;
-  void *shared = mmap(NULL, sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd < 0 || syscall(SYS_ftruncate, fd, 2 * sizeof(long))) return errno;
+  void *shared = mmap(NULL, 2 * sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   syscall(SYS_close, fd);
   if (shared == MAP_FAILED) return errno;
   snprintf(rules[slot].ops, sizeof rules[slot].ops, "%s", ops);
+  snprintf(rules[slot].part, sizeof rules[slot].part, "%s", part);
   snprintf(rules[slot].act, sizeof rules[slot].act, "%s", act);
   rules[slot].k = k;
   rules[slot].onwards = onwards;
@@ -77,7 +80,7 @@ static void wait_for_death(void) {
   for (;;) pause();
 }
 
-static int act_upon(const char *act) {
+static int act_upon(const char *act, const long *goes_on) {
   long value = strchr(act, '=') ? atol(strchr(act, '=') + 1) : 0;
   if (!strncmp(act, "errno=", 6)) {
     errno = (int)value;
@@ -86,6 +89,15 @@ static int act_upon(const char *act) {
   if (!strncmp(act, "delay=", 6)) {
     struct timespec pause_for = {value / 1000, value % 1000 * 1000000};
     nanosleep(&pause_for, NULL);
+    return PASS;
+  }
+  if (!strcmp(act, "hang")) {
+    struct timespec look = {0, 2000000};
+    while (!__atomic_load_n(goes_on, __ATOMIC_SEQ_CST)) nanosleep(&look, NULL);
+    return PASS;
+  }
+  if (!strncmp(act, "signal=", 7) || !strncmp(act, "signals=", 8)) {
+    syscall(SYS_kill, act[6] == '=' ? getpid() : 0, (int)value);
     return PASS;
   }
   if (!strcmp(act, "skip")) return SKIP;
@@ -135,9 +147,10 @@ static int seen(const char *op, const char *path, const char *other, const struc
     char wanted[64];
     snprintf(wanted, sizeof wanted, ",%s,", op);
     if (*rules[i].ops && !strstr(rules[i].ops, wanted)) continue;
+    if (!strstr(path, rules[i].part)) continue;
     long number = __sync_add_and_fetch(rules[i].seen, 1);
     if (rules[i].k && (number == rules[i].k || (rules[i].onwards && number > rules[i].k))) {
-      int verdict = act_upon(rules[i].act);
+      int verdict = act_upon(rules[i].act, rules[i].seen + 1);
       if (verdict != PASS) return verdict;
     }
   }

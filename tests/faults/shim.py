@@ -28,17 +28,21 @@ class Rule:
     act:      kill (this process), group (its process group), parent (the process that started it; the call goes on),
               cut (the power of the file system, then the group), freeze (the file system: this call and all others
               wait until it is thawed), stop (SIGSTOP), errno=N, delay=MILLISECONDS,
+              signal=N (to this process), signals=N (to its process group); the call goes on,
+              hang (the call waits until `release`),
               torn (half of the bytes are written, then it is killed), short (half of the bytes are written),
               skip (the call does nothing and says it did)
     k:        at which call, counted from 1
     onwards:  and at all later ones
     ops:      which operations are counted; none: all
+    part:     only those of a path that has this in it
     """
 
     act: str
     k: int = 1
     onwards: bool = False
     ops: tuple[str, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def watch(
         ops = f",{','.join(rule.ops)}," if rule.ops else ""
         counter = os.fsencode(f"{counters}{slot}")
         onwards, k = int(rule.onwards), ctypes.c_long(rule.k)
-        problem |= shim.fault_rule(slot, ops.encode(), k, onwards, rule.act.encode(), counter)
+        problem |= shim.fault_rule(slot, ops.encode(), rule.part.encode(), k, onwards, rule.act.encode(), counter)
     if problem:
         raise OSError(problem, os.strerror(problem))
 
@@ -94,8 +98,16 @@ def mark(word: str) -> None:
 def counted(counters: Path, slot: int = 0) -> int:
     """How many calls a rule has seen."""
     path = Path(f"{counters}{slot}")
-    value: int = struct.unpack("q", path.read_bytes())[0] if path.exists() else 0
+    content = path.read_bytes() if path.exists() else b""
+    value: int = struct.unpack("qq", content)[0] if content else 0  # empty: it is just being made
     return value
+
+
+def release(counters: Path, slot: int = 0) -> None:
+    """Let what hangs by a rule go on."""
+    with Path(f"{counters}{slot}").open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("q", 1))
 
 
 def read_trace(path: Path) -> list[Change]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from errno import EIO
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 from faults import crash, places, shim, state
@@ -20,7 +21,9 @@ from faults.jobs import Job, Outcome
 from faults.savers import Savers
 from faults.shim import Rule
 from faults.state import Promise
+from milepost.checkpoint.diary.events import EVENTS, read_events
 
+_TORCH = "unexpected pos"  # what torch.save makes of whatever comes while it calls back, Ctrl-C too
 WHO = {"one rank": "kill", "all ranks": "group", "the launcher": "parent"}
 
 
@@ -75,17 +78,34 @@ def kills(
         job = replace(template.fresh(), rules=(replace(rule, k=k),))
         outcome = savers.run(job)
         reached = shim.counted(job.scratch / "calls") >= k
-        yield Finding(f"SIGKILL of {who} at call {k} of rank {at_rank}", reached, *_looked_at(job.root, outcome))
+        faults, newest = looked_at(job.root, outcome)
+        yield Finding(f"SIGKILL of {who} at call {k} of rank {at_rank}", reached, tuple(faults), newest, outcome)
         if not reached:
             return
 
 
-def _looked_at(root: Path, outcome: Outcome) -> tuple[tuple[str, ...], int, Outcome]:
-    """What does not hold after a job, and after the start that follows it."""
+def looked_at(root: Path, outcome: Outcome) -> tuple[list[str], int]:
+    """What does not hold after a job, and after the start that follows it; the newest step after the job."""
     saved = max(2, outcome.saved)
     found = state.faults_of(root, Promise(saved, saved))
     newest = state.newest(root)
-    return (*found, *_odd(outcome), *state.faults_of_next_start(root)), newest, outcome
+    found += [*_odd(outcome), *_untrue(root, outcome, newest)]
+    return [*found, *state.faults_of_next_start(root)], newest
+
+
+def noted(root: Path) -> dict[int, str]:
+    """The last that the diary says of the save of each step."""
+    return {event["step"]: event["event"] for event in read_events(root / EVENTS) if event["event"].startswith("save_")}
+
+
+def _untrue(root: Path, outcome: Outcome, newest: int) -> list[str]:
+    """What ranks, or the diary, were told of a step that is there: that it was not saved."""
+    lost = [re.search(r"LostRankError: step (\d+) was not saved", text) for text in outcome.errors]
+    told = newest in {int(match[1]) for match in lost if match}
+    failed = noted(root).get(newest) == "save_failed"
+    return ([f"a rank was told that step {newest} was not saved, and it is there"] if told else []) + (
+        [f"the diary says that step {newest} failed, and it is there"] if failed else []
+    )
 
 
 def _odd(outcome: Outcome) -> list[str]:
@@ -120,6 +140,95 @@ def errors(
     found = (*told_badly(outcome, ranks), *state.faults_of(job.root, Promise(outcome.saved, outcome.saved)))
     ended = () if outcome.of("closed", 0) else ("the ranks did not come to their end",)
     yield Finding(f"{name}, and then a save without", False, (*found, *ended), state.newest(job.root), outcome)
+
+
+def commit_hangs(
+    savers: Savers,
+    base: Path,
+    *,
+    ops: tuple[str, ...] = (),
+    part: str = "",
+    every: int = 1,
+    blocking: bool = True,
+    seconds: float = 1.5,
+) -> Iterator[Finding]:
+    """One call after another of rank 0 of two hangs for longer than a save may take, one save each; then it goes on.
+
+    part:  only calls whose path has this in it
+    """
+    made = savers.run(Job(base / "run", base / "making", 2, steps=2))
+    assert made.saved == 2, made
+    rule = Rule("hang", ops=ops, part=part)
+    options = {"keep_last": 2, "save_timeout": seconds}
+    job = Job(base / "run", base / "scratch", 2, rules=(rule,), at_rank=0, each=every, seconds=600, options=options)
+    # Ranks wait longer for one another than any of them for a diary that hangs.
+    outcome = savers.run(replace(job, blocking=blocking, patience=60.0))
+    points = outcome.of("point")
+    for point in points:
+        found = (point["why"],) if point["why"] else ()
+        which = "done" if point["saved"] else "given up"
+        yield Finding(
+            f"call {point['k']} of rank 0 hangs: {which}", point is not points[-1], found, int(point["saved"])
+        )
+    found = (*told_badly(outcome, 2), *state.faults_of(job.root, Promise(outcome.saved, outcome.saved)))
+    ended = () if outcome.of("closed", 0) else ("the ranks did not come to their end",)
+    newest, start = state.newest(job.root), state.faults_of_next_start(job.root)
+    yield Finding("hanging calls, and then a save without", False, (*found, *ended, *start), newest, outcome)
+
+
+def ctrl_c(savers: Savers, base: Path, *, every: int = 1, blocking: bool = True) -> Iterator[Finding]:
+    """Ctrl-C comes at one call after another, one save each, in a process that goes on: a notebook."""
+    rule = Rule(f"signal={int(SIGINT)}")
+    job = Job(base / "run", base / "scratch", rules=(rule,), each=every, seconds=300, blocking=blocking)
+    outcome = savers.run(job)
+    points = outcome.of("point")
+    for point in points:
+        found = (point["why"],) if point["why"] else ()
+        reached = point is not points[-1]
+        yield Finding(f"SIGINT at call {point['k']}", reached, found, int(point["saved"]))
+    faults = [*_odd(outcome), *(f"told of {error}" for error in outcome.errors if _TORCH not in error)]
+    faults += state.faults_of(job.root, Promise(outcome.saved, outcome.saved))
+    faults += [] if outcome.of("closed") else ["it did not come to its end"]
+    newest, start = state.newest(job.root), state.faults_of_next_start(job.root)
+    yield Finding("SIGINTs, and then a save without", False, (*faults, *start), newest, outcome)
+
+
+def interrupts(
+    savers: Savers,
+    base: Path,
+    number: int,
+    *,
+    ranks: int = 1,
+    all_ranks: bool = False,
+    at_rank: int = 0,
+    every: int = 1,
+    blocking: bool = True,
+) -> Iterator[Finding]:
+    """A signal that breaks off one rank, or all of them, comes at every call, or every such `every`, of a resume and a
+    save of step 3."""
+    rule = Rule(f"{'signals' if all_ranks else 'signal'}={number}")
+    job = Job(base / "run", base / "scratch", ranks, at_rank=at_rank, blocking=blocking, interrupts=True)
+    template = Template.make(savers, base, job)
+    for k in itertools.count(every, every):
+        job = replace(template.fresh(), rules=(replace(rule, k=k),))
+        outcome = savers.run(job)
+        reached = shim.counted(job.scratch / "calls") >= k
+        faults, newest = looked_at(job.root, outcome)
+        told = {"Traceback", "Exception", "Error", "Fatal"}
+        for rank in range(ranks):
+            said = (job.scratch / f"stderr{rank}").read_text()
+            if any(word in said for word in told):
+                faults.append(f"rank {rank} says {said!r}")
+            hit = reached and (all_ranks or rank == at_rank)
+            allowed = {128 + number} if hit and not outcome.of("closed", rank) else {0, 128 + number}
+            if outcome.statuses[rank] not in allowed:
+                faults.append(f"rank {rank} ended with {outcome.statuses[rank]}, {outcome.signals[rank]}")
+        who = "all ranks" if all_ranks else "one rank"
+        yield Finding(
+            f"signal {number} to {who} at call {k} of rank {at_rank}", reached, tuple(faults), newest, outcome
+        )
+        if not reached:
+            return
 
 
 def told_badly(outcome: Outcome, ranks: int) -> list[str]:
@@ -246,10 +355,10 @@ def stops(savers: Savers, base: Path, *, every: int = 10, seconds: float = 1.0) 
         fresh = replace(template.fresh(), rules=(Rule("stop", k, ops=("write", "fsync", "create")),))
         outcome = savers.run(fresh)
         reached = shim.counted(fresh.scratch / "calls") >= k
-        faults, newest, _ = _looked_at(job.root, outcome)
+        faults, newest = looked_at(job.root, outcome)
         if reached and not any("does not answer" in text for text in outcome.errors):
-            faults = (*faults, f"told badly: {outcome.errors}")
-        yield Finding(f"rank 1 stops at call {k}", reached, faults, newest, outcome)
+            faults.append(f"told badly: {outcome.errors}")
+        yield Finding(f"rank 1 stops at call {k}", reached, tuple(faults), newest, outcome)
         if not reached:
             return
 

@@ -10,7 +10,6 @@ import pytest
 from megatron_engines import save_model
 from tiny import tiny_qwen2
 
-from faults import shim
 from faults.jobs import Job, Outcome
 from faults.savers import Savers
 from faults.shim import Rule
@@ -25,9 +24,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def real_savers() -> Iterator[Savers]:
-    if shim.COMPILER is None:
-        pytest.skip("the preload shim takes a C compiler")
+def real_savers(compiler: None) -> Iterator[Savers]:
     pytest.importorskip("deepspeed")
     pytest.importorskip("megatron.core")
     with Savers(*FILES) as program:

@@ -18,25 +18,26 @@ from faults import shim, state, sweeps
 from faults.jobs import Job
 from faults.mutants import FAULTS, MUTANTS
 from faults.savers import Savers
+from faults.shim import Rule
 from faults.state import Promise
 
 
 def test_a_saver_killed_at_any_call_leaves_whole_steps(savers: Savers, base: Path) -> None:
-    findings = list(sweeps.kills(savers, base, every=3))
+    findings = list(sweeps.kills(savers, base, every=5))
     assert [(found.what, found.faults) for found in findings if found.faults] == []
     *killed, last = findings
-    assert len(killed) > 25
+    assert len(killed) > 15
     newest = [found.newest for found in killed]
     # The commit is one call: before it the newest is 2; after it (tracker, retention, diary) it is 3.
     assert newest == sorted(newest)
-    assert newest.count(2) > 10
-    assert newest.count(3) > 5
+    assert newest.count(2) > 6
+    assert newest.count(3) > 3
     assert last.newest == 3
 
 
 def test_a_saver_killed_while_it_writes_behind_training_s_back_leaves_whole_steps(savers: Savers, base: Path) -> None:
-    findings = list(sweeps.kills(savers, base, every=7, blocking=False))
-    findings += sweeps.kills(savers, base / "two", ranks=2, at_rank=1, every=11, blocking=False)
+    findings = list(sweeps.kills(savers, base, every=9, blocking=False))
+    findings += sweeps.kills(savers, base / "two", ranks=2, at_rank=1, every=17, blocking=False)
     assert [(found.what, found.faults) for found in findings if found.faults] == []
     assert {found.newest for found in findings} == {2, 3}
 
@@ -58,7 +59,8 @@ def test_two_ranks_of_whom_some_are_killed_leave_whole_steps(
         if who == "one rank" and not found.outcome.of("saved", 1 - at_rank):
             # The other one is told so, in words.
             [said] = found.outcome.of("error", 1 - at_rank)
-            lost = "LostRankError: (step 3 was not saved: )?another rank has ended"
+            unknown = "whether step 3 was saved the next start will tell: "
+            lost = f"LostRankError: (step 3 was not saved: |step 3 is saved, but |{unknown})?another rank has ended"
             assert re.match(rf"{lost}|CallError: save: rank {at_rank} of 2 did not come", said["why"])
             assert "\n" not in said["why"]
             assert said["seconds"] < 60  # it is not what is measured: it waited for no timeout of minutes
@@ -70,6 +72,16 @@ def test_a_rank_that_answers_no_more_is_told_of(savers: Savers, base: Path) -> N
     assert first.outcome is not None
     [told] = first.outcome.errors
     assert told.startswith("LostRankError: step 3 was not saved: another rank has ended or does not answer (Timed out)")
+
+
+def test_ranks_whose_store_is_gone_are_told_in_words(savers: Savers, base: Path) -> None:
+    """It lives with the launcher, under torchrun with one of the agents. Here the ranks outlive it."""
+    rule = Rule("parent", 1, ops=("write",))  # of the diary, at the end of the resume
+    outcome = savers.run(Job(base / "run", base / "scratch", 2, rules=(rule,), at_rank=0, orphans=True))
+    assert len(outcome.of("resumed")) == len(outcome.of("error")) == 2
+    for said in outcome.of("error"):
+        assert not said["raw"]
+        assert re.match(r"LostRankError: another rank has ended or does not answer \([\w ]+\): ", said["why"])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

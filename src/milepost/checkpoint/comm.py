@@ -7,16 +7,18 @@ that can fail: each does its part, all learn how all fared, and if one failed ev
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from milepost.checkpoint.meeting import meet
-from milepost.errors import LostRankError, MilepostError, WriteError
+from milepost.errors import CallError, LostRankError, MilepostError, WriteError
 from milepost.wording import counted
 
 T = TypeVar("T")
@@ -94,7 +96,8 @@ class TorchCommunicator:
         self._timeout = timeout_seconds
         self._patience = patience_seconds
         self._meetings = 0
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        with _told_of_lost_ranks():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -111,10 +114,12 @@ class TorchCommunicator:
             self._dist.barrier(group=self._group)
 
     def meet(self, what: str) -> None:
-        """Meet at the store of torch.distributed, under the name of this communicator's group."""
+        """Meet at the store of torch.distributed, under the name of this communicator's group. LostRankError where the
+        process that holds the store has ended."""
         number, self._meetings = self._meetings, self._meetings + 1
         store, place = self._dist.distributed_c10d._get_default_store(), f"milepost/{self._group.group_name}"
-        meet(store, place, number, self.rank, self.world_size, what, self._patience)
+        with _told_of_lost_ranks():
+            meet(store, place, number, self.rank, self.world_size, what, self._patience)
 
     def another(self) -> Communicator:
         """Another gloo group: collectives of two groups do not meet, whatever thread they come from."""
@@ -128,14 +133,18 @@ class TorchCommunicator:
 
 @contextlib.contextmanager
 def _told_of_lost_ranks() -> Iterator[None]:
-    """What gloo says of a connection that broke or a time that is over, in words."""
+    """What gloo, or the store, says of a connection that broke or a time that is over, in words."""
+    import torch.distributed as dist  # noqa: PLC0415  who has ranks has it
+
     try:
         yield
     except RuntimeError as error:
         said = re.search(
-            r"(Connection \w+ by peer|Timed out|Broken pipe|Connection refused)", str(error), re.IGNORECASE
+            r"(Connection \w+ by peer|Timed out|Application timeout|Broken pipe|Connection refused)",
+            str(error),
+            re.IGNORECASE,
         )
-        if said is None and "gloo" not in str(error):
+        if said is None and "gloo" not in str(error) and not isinstance(error, dist.DistNetworkError):
             raise
         why = f" ({said[1]})" if said else ""
         raise LostRankError(
@@ -181,6 +190,20 @@ def together(comm: Communicator, act: Callable[[], T]) -> list[T]:
         more = f" ({counted(len(failed) - 1, 'more rank')} failed too)" if len(failed) > 1 else ""
         raise first.error(f"{where}{first.message}{more}") from raised
     return [o.value for o in outcomes]
+
+
+def agree(comm: Communicator, root: Path, **what: Any) -> None:
+    """Raise on every rank, before anything is written, unless all were given the same root and the same `what`."""
+    views = comm.all_gather((os.path.abspath(root), what))  # noqa: PTH100  resolve() would follow links
+    for rank, (folder, other) in enumerate(views):
+        if folder != views[0][0]:
+            raise CallError(
+                f"the ranks were given different folders: rank 0 {views[0][0]}, rank {rank} {folder}; "
+                "all must save to the same one"
+            )
+        for name, value in other.items():
+            if value != views[0][1][name]:
+                raise CallError(f"the ranks disagree about {name}: rank 0 {views[0][1][name]}, rank {rank} {value}")
 
 
 def on_all(comm: Communicator, act: Callable[[], T]) -> T:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from threading import Thread
 from typing import TypeVar
 
+from milepost.checkpoint.background import Background
 from milepost.errors import WriteError
 from milepost.wording import duration
 
 T = TypeVar("T")
+_NAME = "milepost-in-time"  # of threads
 
 
 class Deadline:
@@ -30,29 +31,27 @@ class Deadline:
         """Seconds; None: no limit."""
         return None if math.isinf(self._seconds) else max(0.0, self._end - time.monotonic())
 
-    def within(self, what: object | Callable[[], object], act: Callable[[], T]) -> T:
+    def within(
+        self, what: object | Callable[[], object], act: Callable[[], T], late: Callable[[T], object] | None = None
+    ) -> T:
         """Do `act` and return its result, or raise what it raises. Raises WriteError where the time is over before it.
 
         what: the file or folder that is waited for, for the message; where it is a function, asked only then
+        late: undoes what `act` has done, by its result, where nobody waits for that any more; raises nothing
         """
         if math.isinf(self._seconds):
             return act()
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(act())
-            except BaseException as error:  # noqa: BLE001  raised by who waits
-                errors.append(error)
-
-        thread = Thread(target=run, name="milepost-in-time", daemon=True)
-        thread.start()
-        thread.join(self.left())
-        if errors:
-            raise errors[0]
-        if results:
-            return results[0]
+        call = Background(act, _NAME)
+        try:
+            answered = call.wait(self.left())
+        except BaseException:  # Ctrl-C
+            if late is not None:
+                call.leave(late)
+            raise
+        if answered:
+            return call.result()
+        if late is not None:
+            call.leave(late)
         raise self.miss(what() if callable(what) else what)
 
     def check(self, what: object) -> None:
@@ -72,9 +71,6 @@ class Deadline:
 NO_DEADLINE = Deadline()
 
 
-def in_time(seconds: float, act: Callable[[], object]) -> bool:
-    """Do `act`, which raises nothing, and wait for it so long at most; whether it came to its end."""
-    thread = Thread(target=act, name="milepost-in-time", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+def in_time(seconds: float | None, act: Callable[[], object]) -> bool:
+    """Do `act`, which raises nothing, and wait for it so long at most (None: for ever); whether it came to its end."""
+    return Background(act, _NAME).wait(seconds)

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.resume import newest_unaltered
-from milepost.checkpoint.steps import StepDir, judge, scan, step_number
+from milepost.checkpoint.steps import StepDir, judge, newest_good, scan, step_number
 from milepost.errors import IncompleteError, NotFoundError
 from milepost.layouts import Layout, describe, find_layout
 
@@ -96,13 +95,11 @@ def roles_of(step_dir: Path, backend: str = "auto") -> dict[str, Layout]:
 
 
 def _in_run(run: Path, role: str | None, backend: str) -> Located:
-    newest, altered = newest_unaltered(run)
-    why = {state.path: state.why for state in newest.skipped} | dict(altered)
-    passed_over = sorted(why, key=lambda path: step_number(path) or 0, reverse=True)
-    notes = [*newest.notes, *(f"passed over {path.name}: {why[path]}" for path in passed_over)]
+    newest = newest_good(run)
+    notes = [*newest.notes, *(f"passed over {state.path.name}: {state.why}" for state in newest.skipped)]
     if newest.good is None:
-        first = passed_over[0]
-        raise IncompleteError(f"{run}: no step here is whole ({first.name}: {why[first]})")
+        first = newest.skipped[0]
+        raise IncompleteError(f"{run}: no step here is whole ({first.path.name}: {first.why})")
     return _in_step(newest.good.path, role, backend, tuple(notes))
 
 

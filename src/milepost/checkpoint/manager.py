@@ -13,19 +13,20 @@ All ranks make the same calls. Whatever fails on one rank is raised on all.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from milepost.checkpoint.comm import Communicator, default_communicator, on_rank_0, on_rank_0_at_length
-from milepost.checkpoint.commit import SavedStep, agree, mend_tracker, sweep
-from milepost.checkpoint.diary.events import EventLog, interrupted_session, plain_json, read_events
+from milepost.checkpoint.comm import Communicator, agree, default_communicator, on_rank_0, on_rank_0_at_length
+from milepost.checkpoint.commit import SavedStep
+from milepost.checkpoint.contents import CONTENTS, check_contents, export_hf
+from milepost.checkpoint.diary.events import EventLog, plain_json, see_kill
+from milepost.checkpoint.litter import sweep
 from milepost.checkpoint.loading import Loader, Opened, Stateful
 from milepost.checkpoint.manifest import HF_MODEL, MANIFEST, read_manifest
-from milepost.checkpoint.pruning import carry_out, plan_prune
+from milepost.checkpoint.pruner import Pruner
+from milepost.checkpoint.pruning import nobody_reads
 from milepost.checkpoint.remote.fetching import fetch_named
 from milepost.checkpoint.remote.folder import Remote, url_of
 from milepost.checkpoint.remote.mirror import Mirror
@@ -33,14 +34,19 @@ from milepost.checkpoint.resume import Part, ResumeReport, Start, choose_start
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.saving.saver import PATIENCE, Saver, Saving
 from milepost.checkpoint.steps import StepDir
+from milepost.checkpoint.tracker import mend_tracker
 from milepost.engines.base import Engine
-from milepost.errors import CallError, CheckpointError, ConfigError, DamagedError, IncompleteError, UploadError
-from milepost.jobs.merge import merge
-from milepost.jobs.prepare import prepare
-from milepost.wording import counted
+from milepost.errors import (
+    CallError,
+    CheckpointError,
+    DamagedError,
+    IncompleteError,
+    LostRankError,
+    MilepostError,
+    UploadError,
+)
 
 T = TypeVar("T")
-CONTENTS = ("model", "optimizer", "extra")
 STATE_FORMAT = 1
 FETCHED = "fetched"  # folder of a run for a step that was named by its URL
 Parts = Callable[[Path | None, int | None], Sequence[Part]]
@@ -101,11 +107,12 @@ class CheckpointManager:
         self._events = events if self._comm.rank == 0 else None
         self._fingerprint = dict(fingerprint or {})
         self._notes = [
-            *_check_contents("save_contents", save_contents),
-            *_check_contents("load_contents", load_contents),
+            *check_contents("save_contents", save_contents),
+            *check_contents("load_contents", load_contents),
         ]
         self._run_id = run_id
         self._attempt = attempt
+        self._pruner = Pruner(self._root, self._retention, save_timeout)
         self._remote = remote
         self._mirror: Mirror | None = None
         self._report: ResumeReport | None = None
@@ -118,7 +125,7 @@ class CheckpointManager:
             Saving(
                 contents=(*CONTENTS, HF_MODEL) if HF_MODEL in save_contents else CONTENTS,
                 run_id=run_id,
-                export_hf=_export_hf if HF_MODEL in save_contents else None,
+                export_hf=export_hf if HF_MODEL in save_contents else None,
                 staging_limit=staging_limit,
                 patience=save_timeout,
                 after_durable=self._after_durable,
@@ -190,13 +197,17 @@ class CheckpointManager:
 
     def close(self, reason: str = "done", *, patience: float | None = None, **about: Any) -> None:
         """The run is over: wait for the step that is on its way, note the end in the diary, and give back what the
-        manager holds. Raises, on all ranks, what kept that step from becoming durable; and at last, as UploadError,
-        what kept steps from `remote`.
+        manager holds. Raises, on all ranks, what kept that step from becoming durable, which then is the end that the
+        diary knows; and at last, as UploadError, what kept steps from `remote`.
 
         reason, about:  what the diary is to say of the end
         patience:       most seconds in which uploads may come to their end; None: as long as they take
         """
-        self._saver.close()
+        try:
+            self._saver.close()
+        except MilepostError as error:
+            self._end_on(error)
+            raise
         missing: UploadError | None = None
         if self._remote is not None and not self._closed:
             try:
@@ -222,9 +233,14 @@ class CheckpointManager:
         # After an error other ranks may be gone, and giving back what is shared with them could wait for ever.
         if error is None:
             self.close()
-        elif isinstance(error, Exception) and not self._closed:
-            self._closed = True
+        elif isinstance(error, Exception):
+            self._end_on(error)
+
+    def _end_on(self, error: Exception) -> None:
+        """Note the end in the diary, where that was not done yet. A lost rank is a kill, and no stop."""
+        if not self._closed and not isinstance(error, LostRankError):
             self._write_event("stop", reason="error", error=str(error) or type(error).__name__)
+        self._closed = True
 
     # Resuming
 
@@ -251,9 +267,10 @@ class CheckpointManager:
         saved_world_size: int | None,
     ) -> None:
         """Take a start as this session's, and report it."""
+        loses_from = (start.step or 0) if mode == "auto" else None  # else the user chose: what lies between is no loss
         all_notes = [
             *start.notes,
-            *on_rank_0(self._comm, lambda: self._see_kill(start, mode)),
+            *on_rank_0(self._comm, lambda: [] if self._events is None else see_kill(self._events, loses_from)),
             *entered,
             *notes,
         ]
@@ -304,22 +321,6 @@ class CheckpointManager:
             self._root, mode, path, self._roles, run_id=self._run_id, attempt=self._attempt, without=bad
         )
 
-    def _see_kill(self, start: Start, mode: str) -> list[str]:
-        """Note, on rank 0, that the session before was killed; the line for the report."""
-        if self._events is None:
-            return []
-        try:
-            events = read_events(self._events.path)
-        except OSError as error:
-            return [f"{self._events.path} cannot be read ({error.strerror}): how the session before ended is not known"]
-        # Where the user chose the start, what lies between is no loss.
-        killed = interrupted_session(events, (start.step or 0) if mode == "auto" else None)
-        if killed is None:
-            return []
-        self._events.write("kill_seen", **asdict(killed))
-        lost = f"{counted(killed.lost_steps, 'step')} after its last save lost" if killed.lost_steps else "nothing lost"
-        return [f"the session before was killed after step {killed.last_step}: {lost}"]
-
     # Saving
 
     def _state(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -346,10 +347,7 @@ class CheckpointManager:
                 self._prune({})
 
     def _prune(self, whole: dict[int, bool]) -> None:
-        if self._retention.keeps_all:
-            return
-        with contextlib.nullcontext() if self._mirror is None else self._mirror.holding() as uploading:
-            carry_out(plan_prune(self._root, self._retention, whole=whole), spare=uploading)
+        self._pruner.prune(whole, nobody_reads if self._mirror is None else self._mirror.unread)
 
     # A second place
 
@@ -389,18 +387,3 @@ def _saved_world_size(step_dir: Path | None) -> int | None:
     if step_dir is None or not (step_dir / MANIFEST).exists():
         return None
     return read_manifest(step_dir).world_size
-
-
-def _check_contents(option: str, contents: Sequence[str]) -> list[str]:
-    """Refuse unknown contents; the line for a part of what goes together."""
-    unknown = [name for name in contents if name not in (*CONTENTS, HF_MODEL)]
-    if unknown:
-        raise ConfigError(f"{option}: {unknown[0]!r} is none of {', '.join((*CONTENTS, HF_MODEL))}")
-    lacking = [name for name in CONTENTS if name not in contents]
-    if not lacking:
-        return []
-    return [f"{option} leaves out {', '.join(lacking)}: {', '.join(CONTENTS)} go together, so all are taken"]
-
-
-def _export_hf(role_dir: Path, target: Path) -> None:
-    merge(prepare(role_dir), target)

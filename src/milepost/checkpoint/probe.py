@@ -15,17 +15,16 @@ from pathlib import Path
 
 from milepost.checkpoint.comm import Communicator, together
 from milepost.checkpoint.files import make_directory
+from milepost.checkpoint.shared import SEEN_WITHIN
 from milepost.errors import CallError
 from milepost.wording import named_ranks
 
-PATIENCE = 15.0
-"""Seconds for which a network file system may go on to show an old list of a folder's files."""
 _LOOK = 0.05
 _PREFIX = ".probe_"
 _OLD = 3600.0  # seconds
 
 
-def probe_root(comm: Communicator, root: Path, patience: float = PATIENCE) -> None:
+def probe_root(comm: Communicator, root: Path, patience: float = SEEN_WITHIN) -> None:
     """Return if all ranks see one another's files in `root`, which is made where it is not there.
 
     Raises CallError on all ranks: it names which ranks were given which folder, or which see whose files. All ranks

@@ -1,6 +1,6 @@
 """Deleting what retention lets go: whole steps, exports inside steps that stay, and what killed saves have left.
 
-A step first loses its name and then its files (`commit.delete_step`). An export first loses its place in the manifest,
+A step first loses its name and then its files (`litter.delete_step`). An export first loses its place in the manifest,
 by one rename, and then its files. So at every moment, and after every kill, what the disk says is true.
 """
 
@@ -12,19 +12,20 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.commit import delete_step, litter, mend_tracker
 from milepost.checkpoint.diary.history import read_history
 from milepost.checkpoint.diary.status import is_running
 from milepost.checkpoint.files import sync_directory, write_durably
 from milepost.checkpoint.inventory import PIN, DiskStep, disk_steps, export_files, without_export
+from milepost.checkpoint.litter import delete_step, litter
 from milepost.checkpoint.lock import LOCK, exclusive
 from milepost.checkpoint.manifest import MANIFEST, read_manifest
 from milepost.checkpoint.retention import Decision, Retention, decide, exports_to_drop
 from milepost.checkpoint.steps import read_tracker, scan
+from milepost.checkpoint.tracker import mend_tracker
 from milepost.errors import CallError, CheckpointError, NotFoundError, WriteError
 from milepost.wording import disk_error
 
@@ -107,10 +108,19 @@ def plan_prune(
     return PrunePlan(root, decisions, tuple(going))
 
 
-def carry_out(plan: PrunePlan, *, spare: int | None = None) -> tuple[Going, ...]:
+Unread = Callable[[int], contextlib.AbstractContextManager[bool]]
+"""Of a step, what holds it against readers; it yields False where one is at it."""
+
+
+def nobody_reads(_step: int) -> contextlib.AbstractContextManager[bool]:
+    """Of a folder that nothing is uploaded from."""
+    return contextlib.nullcontext(True)
+
+
+def carry_out(plan: PrunePlan, *, unread: Unread = nobody_reads) -> tuple[Going, ...]:
     """Delete what a plan says; returns what is gone. What a disk refuses to delete stays, and is logged.
 
-    spare: a step that is being read, and stays for now
+    unread: held while something of a step is deleted; a step that is being read stays for now
     """
     going = {one.step for one in plan.going if one.what == STEP}
     if read_tracker(plan.root) in going:
@@ -120,20 +130,23 @@ def carry_out(plan: PrunePlan, *, spare: int | None = None) -> tuple[Going, ...]
             mend_tracker(plan.root, newest.step)
     gone = []
     for one in plan.going:
-        if one.step == spare:
-            continue
-        if one.what == EXPORT:
-            try:
-                drop_export(one.path)
-            except OSError as error:
-                _log.warning("the Hugging Face weights of %s were not deleted: %s", one.path, disk_error(error))
-            else:
+        with unread(one.step) as free:
+            if free and _delete(one):
                 gone.append(one)
-            continue
-        delete_step(one.path)
-        if not one.path.exists():
-            gone.append(one)
     return tuple(gone)
+
+
+def _delete(one: Going) -> bool:
+    """Whether it is gone."""
+    if one.what == STEP:
+        delete_step(one.path)
+        return not one.path.exists()
+    try:
+        drop_export(one.path)
+    except OSError as error:
+        _log.warning("the Hugging Face weights of %s were not deleted: %s", one.path, disk_error(error))
+        return False
+    return True
 
 
 def drop_export(step_dir: Path) -> None:

@@ -8,15 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from milepost.checkpoint.manifest import MANIFEST, read_manifest
-from milepost.checkpoint.steps import TRACKER, Newest, StepState, judge, newest_good, scan, step_number
+from milepost.checkpoint.steps import TRACKER, StepState, judge, newest_good, scan, step_number
 from milepost.errors import ConfigError, DamagedError, IncompleteError, NotFoundError
-from milepost.jobs.checksums import check_records
 from milepost.wording import counted
 
 MODES = ("auto", "disable", "resume_path")
 _LABEL = 10
-_SMALL = 256 << 10  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ def choose_start(
     if mode not in MODES:
         raise ConfigError(f"resume_mode={mode}: choose from {', '.join(MODES)}")
     if mode != "auto" and attempt > 0 and run_id:
-        own, without = newest_unaltered(root, roles, run_id, without)
+        own = newest_good(root, roles, run_id=run_id, without=without)
         if own.good is not None:
             note = (
                 f"restart {attempt} of this run: it goes on from its own newest step; {mode} held for its first start"
@@ -171,40 +168,12 @@ def choose_start(
     if mode == "resume_path":
         return _named(root, path, roles)
     ignored = () if path is None else (f"{path} is not looked at, since resume_mode is not resume_path",)
-    newest, without = newest_unaltered(root, roles, "", without)
+    newest = newest_good(root, roles, without=without)
     if newest.good is not None:
         return _start_at(root, newest.good, newest.skipped, without, (*newest.notes, *ignored))
     if newest.skipped or without or newest.tracker:
         raise IncompleteError(_nothing_whole(root, _passed_over(newest.skipped, without), newest.tracker))
     return Start(None, None, 0, (), ignored)
-
-
-def newest_unaltered(
-    root: Path,
-    roles: Collection[str] = (),
-    run_id: str = "",
-    without: Mapping[Path, str] = MappingProxyType({}),
-) -> tuple[Newest, Mapping[Path, str]]:
-    """The newest step that is whole and whose small files are unaltered; and all that were found bad by closer
-    inspection, with why."""
-    bad = dict(without)
-    while True:
-        newest = newest_good(root, roles, run_id=run_id, without=bad)
-        why = "" if newest.good is None else _altered(newest.good.path)
-        if newest.good is None or not why:
-            return newest, bad
-        bad[newest.good.path] = why
-
-
-def _altered(step_dir: Path) -> str:
-    """What of a step's small files (states, configs, tokenizers) is not what was written: they are read whole, since a
-    wrong number in one of them shows nowhere else. Of the others, which hold the tensors, headers are compared; all
-    their bytes are what `verify --deep` reads."""
-    if not (step_dir / MANIFEST).exists():
-        return ""
-    small = [record for record in read_manifest(step_dir).files if record.size <= _SMALL]
-    problem = next(check_records(step_dir, small, deep=True), None)
-    return "" if problem is None else f"{step_dir}/{problem}"
 
 
 def _start_at(
@@ -251,9 +220,6 @@ def _named(root: Path, path: Path | None, roles: Collection[str]) -> Start:
     if not state.good:
         kind = DamagedError if state.state == "damaged" else IncompleteError
         raise kind(f"{path} cannot be resumed from: {state.why}")
-    altered = _altered(path)
-    if altered:
-        raise DamagedError(f"{path} cannot be resumed from: {altered}")
     if state.step < 0:
         raise NotFoundError(f"{path}: neither its name nor a manifest says which step it is; name it global_step_N")
     here = path.resolve().parent == root.resolve() and step_number(path) is not None

@@ -2,10 +2,15 @@
 
 A folder `global_step_{i}` (also read: `global_steps_{i}`) is
 
-    committed    its manifest reads, and every file that it names is there with its size
+    committed    its manifest reads, every file that it names is there with its size, and the small ones with their
+                 checksums
     foreign      it has no manifest, so another program wrote it, and its files are complete
     incomplete   files, or whole roles, are missing
-    damaged      a file has the wrong size, or contradicts itself
+    damaged      a file has the wrong size, a small one other bytes than were written, or one contradicts itself
+
+Small are the files that hold no tensors (states, configs, tokenizers), and those of few bytes: they are read whole,
+since a wrong number in one of them shows nowhere else. Of the others headers are compared when they are opened; all
+their bytes are what `verify --deep` reads.
 
 Listing is one scan of the root that looks into nothing; judging looks into one step. Neither needs torch.
 """
@@ -18,13 +23,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from milepost.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
+from milepost.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_files, read_manifest
 from milepost.errors import CheckpointError, DamagedError, IncompleteError, MilepostError
+from milepost.jobs.checksums import check_records
 from milepost.layouts import find_layout
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "trainer_state.json"
 _STEP = re.compile(r"global_steps?_(\d+)")
+_SMALL = 256 << 10  # bytes
+_HOLDING_TENSORS = (".pt", ".pth", ".bin", ".distcp", ".safetensors")
 _FOREIGN_DATA = re.compile(r"data(_\d+)?\.pt")
 
 
@@ -101,23 +109,23 @@ def judge(
     roles: Collection[str] = (),
     *,
     named: bool = False,
-    open_foreign: bool = True,
+    closely: bool = True,
     manifest: Manifest | None = None,
 ) -> StepState:
     """Look into one step: is it whole?
 
-    roles:         roles that must be there ("actor", "critic"); without them, whatever roles there are
-    named:         the user named this step, so a foreign one is not asked for the `data.pt` that its writer writes last
-    open_foreign:  open the files of a foreign step, which has no manifest that says what they must be
-    manifest:      the step's own, where it was read already
+    roles:     roles that must be there ("actor", "critic"); without them, whatever roles there are
+    named:     the user named this step, so a foreign one is not asked for the `data.pt` that its writer writes last
+    closely:   read the small files too; of a foreign step, which has no manifest that says what they must be, open all
+    manifest:  the step's own, where it was read already
     """
     number = step_number(step_dir)
     step = -1 if number is None else number
     try:
         if manifest is not None or (step_dir / MANIFEST).exists():
             known = manifest or read_manifest(step_dir)
-            return StepState(_judge_own(step_dir, known, number, roles), step_dir, "committed")
-        _judge_foreign(step_dir, roles, named, open_foreign)
+            return StepState(_judge_own(step_dir, known, number, roles, closely), step_dir, "committed")
+        _judge_foreign(step_dir, roles, named, closely)
     except IncompleteError as error:
         return StepState(step, step_dir, "incomplete", str(error))
     except CheckpointError as error:
@@ -127,7 +135,7 @@ def judge(
     return StepState(step, step_dir, "foreign")
 
 
-def _judge_own(step_dir: Path, manifest: Manifest, number: int | None, roles: Collection[str]) -> int:
+def _judge_own(step_dir: Path, manifest: Manifest, number: int | None, roles: Collection[str], closely: bool) -> int:
     if number is not None and number != manifest.step:
         raise DamagedError(f"{step_dir / MANIFEST} is of step {manifest.step}: the folder was renamed or mixed up")
     lacking = [role for role in roles if role not in manifest.roles]
@@ -138,7 +146,15 @@ def _judge_own(step_dir: Path, manifest: Manifest, number: int | None, roles: Co
         more = f" ({len(problems) - 1} more files are not good)" if len(problems) > 1 else ""
         missing = all(problem.kind == "missing" for problem in problems)
         raise (IncompleteError if missing else DamagedError)(f"{step_dir}/{problems[0]}{more}")
+    small = [record for record in manifest.files if closely and _is_small(record)]
+    altered = next(check_records(step_dir, small, deep=True), None)
+    if altered is not None:
+        raise DamagedError(f"{step_dir}/{altered}")
     return manifest.step
+
+
+def _is_small(record: FileRecord) -> bool:
+    return record.size <= _SMALL or not record.path.endswith(_HOLDING_TENSORS)
 
 
 def _judge_foreign(step_dir: Path, roles: Collection[str], named: bool, open_files: bool) -> None:

@@ -205,7 +205,7 @@ def _stalls(history: RunHistory, scale: TimeScale) -> list[Markup]:
         x = scale(begun)
         took = "did not end" if stall.over is None else f"took {duration(stall.over)}"
         who = f"; told by {named_ranks(stall.ranks)}" if stall.ranks else ""
-        words = f"stall: step {stall.step}, {stall.phase} {took}{who}, {moment(begun)}"
+        words = f"stall: {stall.where} {took}{who}, {moment(begun)}"
         height = (_BARS_BOTTOM - _BARS_TOP) / 3
         width = max(3.0, scale(end) - x)
         box = markup("rect", x=x, y=_BARS_BOTTOM - height, width=width, height=height)

@@ -15,10 +15,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
+
+from milepost.checkpoint.background import Background
+from milepost.wording import counted
 
 EVENTS = "events.jsonl"
 _PATIENCE = 5.0  # seconds
@@ -31,19 +33,17 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._late: Thread | None = None
+        self._late: Background[None] | None = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Numbers that are not finite are written as null."""
         clocks = {"time": time.time(), "clock": round(time.monotonic(), 3)}
         line = json.dumps(plain_json({**clocks, "event": event, **fields}), allow_nan=False)
-        if self._late is not None and self._late.is_alive():
+        if self._late is not None and not self._late.ended:
             _log.warning("%s: event %s was not written: the file system does not answer", self.path, event)
             return
-        thread = Thread(target=lambda: self._append(event, line), name="milepost-diary", daemon=True)
-        thread.start()
-        thread.join(_PATIENCE)
-        self._late = thread
+        self._late = Background(lambda: self._append(event, line), "milepost-diary")
+        self._late.wait(_PATIENCE)
 
     def _append(self, event: str, line: str) -> None:
         try:
@@ -135,6 +135,21 @@ def interrupted_session(events: Sequence[Mapping[str, Any]], resumed_from: int |
     committed = max(saved, default=0) if resumed_from is None else resumed_from
     last = max([*saved, *finished, committed])
     return Interrupted(last, committed, last - committed, _number(session[0].get("attempt")))
+
+
+def see_kill(log: EventLog, resumed_from: int | None) -> list[str]:
+    """Note in the diary that the session before was killed, where it was; the line for the report of a start.
+    resumed_from: as for `interrupted_session`"""
+    try:
+        events = read_events(log.path)
+    except OSError as error:
+        return [f"{log.path} cannot be read ({error.strerror}): how the session before ended is not known"]
+    killed = interrupted_session(events, resumed_from)
+    if killed is None:
+        return []
+    log.write("kill_seen", **asdict(killed))
+    lost = f"{counted(killed.lost_steps, 'step')} after its last save lost" if killed.lost_steps else "nothing lost"
+    return [f"the session before was killed after step {killed.last_step}: {lost}"]
 
 
 def begins_session(event: Mapping[str, Any], session: Sequence[Mapping[str, Any]]) -> bool:

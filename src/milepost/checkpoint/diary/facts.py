@@ -87,8 +87,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Stall:
-    """A phase of a step that took far longer than it ever did.
+    """A phase that took far longer than it ever did.
 
+    step:    at which the session was, 0 before its first
     time:    unix seconds at which the first rank told of it
     ranks:   those that told of it, ascending; one that does not is stopped, or gone
     limit:   seconds after which they did
@@ -104,6 +105,11 @@ class Stall:
     limit: float | None
     over: float | None
     stacks: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """The phase and its step, for people."""
+        return f"step {self.step}, {self.phase}" if self.step else f"before the first step, {self.phase}"
 
 
 @dataclass(frozen=True)

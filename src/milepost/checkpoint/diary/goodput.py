@@ -13,6 +13,12 @@ from itertools import pairwise
 from milepost.checkpoint.diary.facts import RunHistory
 from milepost.wording import duration
 
+# Phases outside of the seconds of a step, and the part that they would else be of.
+_AROUND = {"save_checkpoint": "saving", "testing": "validating"} | dict.fromkeys(
+    ("start", "models", "resume"), "starting"
+)
+_REST = ("logging", "poll_saves", "end")
+
 
 @dataclass(frozen=True)
 class Goodput:
@@ -67,17 +73,23 @@ def goodput(history: RunHistory) -> Goodput | None:
     """Where the time went; None where no step was finished yet."""
     if not history.steps:
         return None
-    stalled = sum(stall.over or 0.0 for stall in history.stalls)
-    training = max(0.0, history.trained_seconds - stalled)
+    stalled = dict.fromkeys(("training", "saving", "validating", "starting", "rest"), 0.0)
+    for stall in history.stalls:
+        # Ranks that wait for one another may tell of one hang in several phases. Rank 0's follow one another.
+        if 0 in stall.ranks:
+            stalled[_AROUND.get(stall.phase, "rest" if stall.phase in _REST else "training")] += stall.over or 0.0
+    training = max(0.0, history.trained_seconds - stalled["training"])
     redone = history.redone_seconds
-    saving = sum(save.stall or 0.0 for save in history.saves)
-    validating = sum(validation.seconds or 0.0 for validation in history.validations)
+    saving = max(0.0, sum(save.stall or 0.0 for save in history.saves) - stalled["saving"])
+    validating = max(0.0, sum(validation.seconds or 0.0 for validation in history.validations) - stalled["validating"])
     begun: dict[int, float] = {}
     for record in history.steps:
         begun.setdefault(record.session, record.time - (record.seconds or 0.0))
     sessions = history.sessions
     starting = sum(max(0.0, begun.get(session.index, session.last) - session.start) for session in sessions)
+    starting = max(0.0, starting - stalled["starting"])
     down = sum(max(0.0, after.start - before.last) for before, after in pairwise(sessions) if before.end != "done")
     whole = sum(session.last - session.start for session in sessions) + down
-    known = training + redone + saving + validating + starting + down + stalled
-    return Goodput(training, redone, saving, validating, starting, down, stalled, max(0.0, whole - known))
+    hung = sum(stalled.values())
+    known = training + redone + saving + validating + starting + down + hung
+    return Goodput(training, redone, saving, validating, starting, down, hung, max(0.0, whole - known))

@@ -249,7 +249,7 @@ def _stall_lines(stalls: Sequence[Stall], last: Session | None) -> list[str]:
     """The newest phases that hung; of one that hangs now, who does not say so."""
     lines = []
     for stall in stalls[-_MOST_STALLS:]:
-        words = f"step {stall.step}, {stall.phase}: "
+        words = f"{stall.where}: "
         if stall.over is not None:
             words += f"took {duration(stall.over)}"
         else:

@@ -225,8 +225,8 @@ class Crew:
         self._held = False
         while len(self._threads) < self._workers:
             thread = Thread(target=self._work, name=f"milepost-write-{len(self._threads)}", daemon=True)
+            thread.start()  # first: Ctrl-C in it would leave one that nobody can join
             self._threads.append(thread)
-            thread.start()
 
     def wait(self) -> None:
         """Return once all that was added is done. Nothing more is added. `failure` says whether it went well."""
