@@ -22,14 +22,16 @@ signal.signal(signal.SIGTERM, note)
 for _ in range(300):
     if (here / "may-end").exists():
         sys.exit(0)
+    if (here / f"die.{os.getpid()}").exists():
+        sys.exit(1)
     time.sleep(0.05)
 (here / "outlived").touch()
 time.sleep(600)
 """
-"""Takes 15 seconds to save, or none once it may end."""
+"""Takes 15 seconds to save, or none once it may end; one that is to die does."""
 
 
-def be_agent(here: Path, nproc: int, patience: float, *, signalled_in_start: bool = False) -> None:
+def be_agent(here: Path, nproc: int, patience: float, *, signalled_in_start: bool = False, restarts: int = 0) -> None:
     """The agent of one machine, whose peers come when there is a file `more-machines`."""
     from torch.distributed import HashStore
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -78,7 +80,7 @@ def be_agent(here: Path, nproc: int, patience: float, *, signalled_in_start: boo
         subprocess_handler.Popen = Signalled  # type: ignore[misc]
     os.environ |= {launch.STOP_SIGNALS_VARIABLE: "SIGTERM", launch.SHUTDOWN_TIMEOUT: str(patience)}
     words = ["--rdzv-backend=alone", "--rdzv-endpoint=here", f"--nproc-per-node={nproc}", "--monitor-interval=0.05"]
-    sys.exit(agent.main([*words, "--no-python", sys.executable, "-c", WORKER, str(here)]))
+    sys.exit(agent.main([*words, f"--max-restarts={restarts}", "--no-python", sys.executable, "-c", WORKER, str(here)]))
 
 
 def started(here: Path, nproc: int = 1, patience: float = 60.0, **options: Any) -> Any:

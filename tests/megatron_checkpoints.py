@@ -124,6 +124,8 @@ CASES = {
     "qwen3_moe-pp2ep2": Case("qwen3_moe", Parallel(pp=2, ep=2), _SINGLETON, buckets=True),
     "qwen3_moe-grouped": Case("qwen3_moe", Parallel(tp=2, ep=2, etp=2), {}, grouped=True, buckets=True),
     "deepseek_v3-tp2ep2": Case("deepseek_v3", Parallel(tp=2, ep=2, etp=1), {}, buckets=True),
+    # a first stage without experts
+    "deepseek_v3-pp2ep2": Case("deepseek_v3", Parallel(pp=2, ep=2, first=1), {}, buckets=True),
     "critic-tp2pp2": Case("critic", Parallel(tp=2, pp=2), {}, buckets=True),
 }
 CASES = {name: case for name, case in CASES.items() if megatron_cpu.GROUPED or not case.grouped}
@@ -298,6 +300,10 @@ def _write_buckets(directory: Path, state: Any, chunks: list[torch.nn.Module], c
             own.data.copy_(masters[names[param]].view(-1)[held.start : held.end])
             counted = {"step": torch.tensor(float(STEP)), "exp_avg": own.data * 0.5, "exp_avg_sq": own.data.square()}
             inner.optimizer.state[own] = counted
+        if not inner.optimizer.state:
+            # Megatron cannot save torch's Adam where a rank has nothing to update, only those of GPUs: it takes the
+            # count from the state of some parameter.
+            inner.optimizer.state["none"] = {"step": torch.tensor(float(STEP))}
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()

@@ -104,6 +104,7 @@ def _cut_as(parallel: Any) -> None:
     if parallel not in _GROUPS:
         parallel_state.destroy_model_parallel()
         start(parallel, CPU, seed=1)
+        dist.barrier()  # gloo loses connections where some ranks make the next groups while others still make these
         _GROUPS[parallel] = {
             name: value
             for name, value in vars(parallel_state).items()

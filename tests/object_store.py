@@ -183,9 +183,11 @@ class ObjectStore:
             for one in page.get("Contents", [])
         }
 
-    def pending(self) -> list[str]:
-        """Multipart uploads that were begun and neither completed nor given up."""
-        return [one["Key"] for one in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
+    def pending(self, url: str) -> list[str]:
+        """Multipart uploads below a folder that were begun and neither completed nor given up: names in it."""
+        prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
+        keys = [one["Key"] for one in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
+        return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
 
 def tags(objects: Mapping[str, bytes]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from milepost.wording import disk_error
         (errno.ENOSPC, "the disk is full; make room and try again"),
         (errno.EDQUOT, "your disk quota is used up; make room and try again"),
         (errno.EFBIG, "File too large for the file system or for `ulimit -f`; choose another place"),
+        (errno.ENFILE, "more files than this machine lets all processes open; end some that have many open"),
         (errno.EROFS, "the file system is read-only; choose another place"),
         (errno.EACCES, "no permission to write there; choose another place"),
         (errno.EEXIST, "a file of that name is there already; choose another place"),

@@ -6,16 +6,19 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from milepost.errors import DamagedError
+from milepost.errors import CallError, DamagedError, MilepostError
+from milepost.wording import disk_error
 
 Elements = npt.NDArray[Any]
 
+_BLOCK = 1 << 20  # bytes
 _STRIDED_READ = 1 << 17  # elements
 _GAP = 1 << 12
 """Bytes. Below that nothing is saved: disks and page caches move whole pages, and a call costs more than the copy."""
@@ -34,6 +37,25 @@ def open_to_read(path: Path) -> io.FileIO:
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise DamagedError(f"{path}: is no regular file")
+
+
+def unreadable(file: object, error: OSError) -> MilepostError:
+    """What it means that a file of a checkpoint is not read: damage, but for a process or a machine that may open no
+    more files."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CallError(f"{file}: cannot be opened: {disk_error(error)}")
+    return DamagedError(f"{file}: cannot be read: {error.strerror or error}")
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """The bytes of a small file, block by block. Raises as `unreadable` says: what a caller writes meanwhile has errors
+    of its own."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, file: str) -> None:

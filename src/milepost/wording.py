@@ -69,6 +69,7 @@ _REFUSALS = {
     errno.EDQUOT: ("your disk quota is used up", ""),
     errno.EFBIG: ("File too large for the file system or for `ulimit -f`", _ELSEWHERE),
     errno.EMFILE: ("more files than `ulimit -n` lets a process open", "raise it, or make fewer and larger files"),
+    errno.ENFILE: ("more files than this machine lets all processes open", "end some that have many open"),
     errno.EROFS: ("the file system is read-only", _ELSEWHERE),
     errno.EACCES: ("no permission to write there", _ELSEWHERE),
     errno.EPERM: ("no permission to write there", _ELSEWHERE),

@@ -15,7 +15,6 @@ import pytest
 from ranks import run_ranks
 from tiny_engine import Run, TinyEngine, disk_is_at, names, resumed
 
-from milepost.checkpoint import shared
 from milepost.checkpoint.manifest import check_files, read_manifest
 from milepost.checkpoint.steps import TRACKER, read_tracker
 from milepost.errors import MilepostError
@@ -84,9 +83,9 @@ def scenarios(base: Path) -> dict[str, Any]:
         told["full"].append(tell(lambda: run.manager.save(2)))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    lost = Run(base / "run", roles={"actor": LosesItsFiles("actor", **ranks), "critic": run.critic})
+    # The file is looked for as long as the save may take, and it is told before that time is over.
+    lost = Run(base / "run", roles={"actor": LosesItsFiles("actor", **ranks), "critic": run.critic}, save_timeout=4.0)
     lost.manager.resume()
-    shared.SEEN_WITHIN = 0.3  # instead of what a slow network file system may take
     told["lost"] = tell(lambda: lost.manager.save(2))
 
     dist.barrier()

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from faults.places import why_not
 from ranks import run_ranks
+from tiny_engine import Run
 
 from milepost.checkpoint.comm import SingleProcess, TorchCommunicator
 from milepost.checkpoint.probe import probe_root
-from milepost.errors import CallError
+from milepost.errors import CallError, MilepostError
 
 NEW_NAMESPACE, PRIVATE_BELOW = 0x20000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE
 
@@ -22,17 +23,24 @@ def as_rank(home: str) -> dict[str, str]:
     """One folder for all; another name on each rank; and one name, at which the last rank has a disk of its own."""
     import torch.distributed as dist
 
-    comm = TorchCommunicator()
+    # Files of others are looked for while ranks still wait for one another, so that it is told what is not seen.
+    comm = TorchCommunicator(5.0)
     rank, base = dist.get_rank(), Path(home)
     told = {}
     for name, root in (("shared", base / "shared"), ("named", base / f"run_{rank % 2}"), ("private", base / "private")):
         if name == "private" and rank == 2:
             mount_own(root)
         try:
-            probe_root(comm, root, patience=0.3)
+            probe_root(comm, root)
             told[name] = "good"
         except CallError as error:
             told[name] = str(error)
+    run = Run(base / "private", rank=rank, world_size=3, save_timeout=4.0)
+    run.manager.resume()
+    try:
+        run.manager.save(1)
+    except MilepostError as error:
+        told["save"] = str(error)
     return told
 
 
@@ -66,6 +74,8 @@ def test_one_folder_for_all_ranks_and_what_else_there_is(tmp_path: Path) -> None
     )
     assert "Put the run on a file system that all machines share" in told[0]["private"]
     assert not list(tmp_path.rglob(".probe_*"))
+    assert "step 1 was not saved: rank 2: rank 2 does not see" in told[0]["save"]
+    assert "the folder is not on a file system that all nodes share" in told[0]["save"]
 
 
 def test_a_rank_that_is_alone_asks_nobody(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from tiny_engine import disk_is_at, halve, names, resumed, trained
 from milepost.checkpoint.comm import on_rank_0_at_length
 from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.diary.status import require_run
-from milepost.checkpoint.inventory import PIN, inventory
+from milepost.checkpoint.inventory import PIN, DiskStep, inventory
 from milepost.checkpoint.manifest import MANIFEST
 from milepost.checkpoint.remote.fetching import place_of, step_at
 from milepost.checkpoint.remote.folder import Remote, side_by_side, url_of
-from milepost.checkpoint.remote.mirror import try_at_start
+from milepost.checkpoint.remote.mirror import Mirror, try_at_start
 from milepost.checkpoint.remote.steps import UPLOADING, RemoteStep, plan_remote, remote_steps, remove_step
 from milepost.checkpoint.retention import Retention
 from milepost.checkpoint.steps import TRACKER
@@ -512,6 +512,64 @@ def test_an_end_in_a_hurry_waits_no_longer_than_it_may(root: Path, monkeypatch: 
     thread = run.manager._mirror and run.manager._mirror._thread
     assert thread is not None
     thread.join(30)
+
+
+def test_a_step_that_a_hanging_deletion_holds_is_missed_at_the_end(root: Path) -> None:
+    url = f"memory://{root}/there"
+    run = trained(root, remote=url)
+    mirror = run.manager._mirrored()
+    with mirror.unread(1) as free:  # as retention has a step whose export it deletes
+        assert free
+        run.train(1)
+        with pytest.raises(UploadError, match=r"step 1 is durable in .*, but was not uploaded to .*: .*deletion"):
+            run.manager.close()
+    assert numbers(url) == []
+    assert [event["step"] for event in events(root, "upload_failed")][-1] == 1
+    (stop,) = events(root, "stop")
+    assert "step 1 is durable" in stop["not_uploaded"]
+
+
+def test_a_step_that_has_arrived_is_not_told_of_as_missing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, look = f"memory://{root}/there", Mirror._next
+
+    def fail_after(mirror: Mirror) -> DiskStep | None:
+        if mirror._there:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(mirror)
+
+    monkeypatch.setattr(Mirror, "_next", fail_after)
+    run = trained(root, 1, remote=url)
+    with pytest.raises(UploadError, match=r"^steps were not uploaded to"):
+        run.manager.close()
+    assert numbers(url) == [1]
+    assert {event.get("step") for event in events(root, "upload_failed")} == {None}
+
+
+@pytest.mark.parametrize("upload", ["works", "fails", "breaks"])
+def test_retention_that_fails_at_the_end_is_no_error_and_hides_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, upload: str
+) -> None:
+    url = f"memory://{root}/there"
+    run = trained(root, 1, 2, remote=url, keep_last=1)
+
+    def refuse(*_args: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root))
+
+    monkeypatch.setattr(run.manager._pruning, "prune", refuse)
+    kinds = {"works": None, "fails": UploadError("step 2 is not there"), "breaks": OSError(errno.EIO, "odd")}
+    error = kinds[upload]
+    if error is not None:
+        monkeypatch.setattr(Mirror, "close", lambda *_args: (_ for _ in ()).throw(error))
+    if upload == "works":
+        run.manager.close()
+    else:
+        with pytest.raises(WriteError, match="step 2 is not there" if upload == "fails" else "odd"):
+            run.manager.close()
+    (stop,) = events(root, "stop")
+    assert stop["reason"] == ("error" if upload == "breaks" else "done")
+    assert any("Read-only file system" in record.message for record in caplog.records)
+    run.manager.close()
+    assert events(root, "stop") == [stop]
 
 
 def test_a_failure_that_was_made_up_for_is_none_at_the_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

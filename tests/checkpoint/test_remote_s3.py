@@ -75,10 +75,10 @@ def test_a_cut_in_the_middle_of_an_upload_leaves_no_object_and_is_tried_again(
     Remote(url, attempts=50, wait=0.05).put(tmp_path / "file", "step/file")
     timer.join()
     assert Remote(url).read("step/file") == data
-    assert store.pending()  # what the cut ones had sent
+    assert store.pending(url)  # what the cut ones had sent
     remote = Remote(url)
     remote.give_up(remote.cut_off("step"))
-    assert store.pending() == []
+    assert store.pending(url) == []
     assert Remote(url).read("step/file", 5 << 20, (5 << 20) + 3) == data[5 << 20 : (5 << 20) + 3]
 
 
@@ -89,12 +89,12 @@ def test_a_cut_run_counts_no_step_and_goes_on(store: ObjectStore, url: str, tmp_
         threading.Event().wait(0.05)
     store.proxy.cut_after = None
     assert numbers(url) == []
-    with pytest.raises(UploadError, match="step 1 is durable"):
+    with pytest.raises(UploadError, match=r"step 1 is durable|cannot be listed"):
         run.train(2)
     assert disk_is_at(tmp_path / "global_step_2", 2)
     run.manager.close()
     assert numbers(url) == [1, 2]
-    assert [key for key in store.pending() if key.startswith(tmp_path.name)] == []
+    assert store.pending(url) == []
 
 
 def test_a_run_killed_in_the_middle_of_an_upload(store: ObjectStore, url: str, tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_run_killed_in_the_middle_of_an_upload(store: ObjectStore, url: str, t
         assert process.stdout is not None and process.stdout.read() == b"saved\n"
     store.proxy.stalled.clear()
     assert numbers(url) == []
-    assert store.pending()
+    assert store.pending(url)
     actor = TinyEngine("actor", shapes={"big": (3 << 20,)})
     run = resumed(tmp_path, roles={"actor": actor}, parts={}, remote=url)
     run.manager.close()
     assert numbers(url) == [1]
-    assert store.pending() == []
+    assert store.pending(url) == []
 
 
 def test_a_stalled_network_ends_in_an_error_and_not_in_silence(store: ObjectStore, url: str, tmp_path: Path) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
+import itertools
 import os
 import resource
+import sys
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import xxhash
 
+from milepost.checkpoint.deadline import in_time
 from milepost.checkpoint.files import StepFiles
 from milepost.checkpoint.saving import staging, writing
 from milepost.checkpoint.saving.staged_file import Staging
-from milepost.checkpoint.saving.staging import PAGE, PagePool
+from milepost.checkpoint.saving.staging import LEAST, PAGE, PagePool
 from milepost.checkpoint.saving.torch_pickle import pickled
+from milepost.checkpoint.saving.writing import Crew, Piece
 from milepost.errors import MilepostError, WriteError
 
 SIZES = (3, 5_000_001, 2_100_000, 0, 64)
@@ -233,6 +241,59 @@ def test_an_abandoned_crew_writes_no_more(tmp_path: Path) -> None:
     with pytest.raises(writing.CrewFailedError):
         files.save("more.pt", state())
     assert in_use(into.pool) == 0
+
+
+def broken_off(act: Callable[[], object], number: int) -> bool:
+    """Do that, and let Ctrl-C come at its call of that number; whether there is one. The interpreter looks for signals
+    where a function begins, and after one in C."""
+    calls = itertools.count(1)
+
+    def come(_frame: FrameType, event: str, _argument: object) -> None:
+        if event in ("call", "c_return") and next(calls) == number:
+            raise KeyboardInterrupt
+
+    sys.setprofile(come)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_ctrl_c_at_any_call_leaves_a_crew_that_can_be_stopped(tmp_path: Path) -> None:
+    def use(crew: Crew, path: Path) -> None:
+        file = crew.open(path)
+        crew.add(file, Piece(memoryview(b"bytes")))
+        crew.end(file)
+        crew.call(gc.collect)
+        crew.unfinished()
+
+    for number in itertools.count(1):
+        crew = Crew(held=True)
+        hit = broken_off(partial(use, crew, tmp_path / str(number)), number)
+        assert in_time(10, crew.abandon), f"stopped at call {number}"
+        if not hit:
+            break
+    assert number > 20
+
+
+def test_ctrl_c_at_any_call_leaves_a_pool_that_still_gives(tmp_path: Path) -> None:
+    def use(pool: PagePool) -> None:
+        pages = [pool.take() for _ in range(LEAST)]
+        assert pool.take(seconds=0.0) is None
+        for page in pages:
+            assert page is not None
+            pool.give(page)
+
+    for number in itertools.count(1):
+        pool = PagePool(LEAST * PAGE)
+        hit = broken_off(partial(use, pool), number)
+        assert in_time(10, partial(pool.take, seconds=0.0)), f"stopped at call {number}"
+        if not hit:
+            break
+    assert number > 20
 
 
 def test_a_finished_file_of_another_program_is_linked_at_once_and_read_later(tmp_path: Path) -> None:

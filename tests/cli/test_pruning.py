@@ -92,13 +92,29 @@ def test_pins_are_all_looked_at_before_one_is_written(root: Path, capfd: pytest.
     assert list(root.rglob(PIN)) == [root / "global_step_2" / PIN]
 
 
+@pytest.mark.parametrize("arguments", ["--pin 1", "--unpin 2", "--keep_last 1 --yes"])
+def test_a_run_that_may_not_be_written(root: Path, arguments: str) -> None:
+    nobody = "setpriv --bounding-set -dac_override --inh-caps -dac_override"  # root without its right to write all
+    if subprocess.run([*nobody.split(), "true"], check=False).returncode:
+        pytest.skip("needs to give up the rights of root")
+    (root / "global_step_2" / PIN).touch()
+    (root / LOCK).touch()
+    closed = [root / "global_step_1", root / "global_step_2", root / LOCK]
+    for path in closed:
+        path.chmod(0o555)
+    call = f"{nobody} {sys.executable} -m milepost prune '{root}' {arguments}"
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    place = {"--pin 1": closed[0] / PIN, "--unpin 2": closed[1] / PIN}.get(arguments, root / LOCK)
+    assert (done.returncode, done.stdout, steps(root)) == (2, "", [1, 2, 3, 4, 5])
+    assert done.stderr.startswith(f"milepost: {place}: cannot be written: no permission to write there")
+
+
 def test_it_needs_a_yes_where_there_is_no_terminal(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "milepost", "prune", str(root), "--keep_last", "1"],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, steps(root)) == (2, [1, 2, 3, 4, 5])
-    assert "--yes" in done.stderr.splitlines()[-1]
+    for stdin in ("</dev/null", "<&-"):
+        call = f"{sys.executable} -m milepost prune '{root}' --keep_last 1 {stdin}"
+        done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, steps(root)) == (2, [1, 2, 3, 4, 5])
+        assert "--yes" in done.stderr.splitlines()[-1]
     assert run(["prune", str(root), "--keep_last", "1", "--yes"]) == 0
     assert "deleted: 4 steps" in capfd.readouterr().out
     assert names(root) == {"global_step_5", TRACKER}

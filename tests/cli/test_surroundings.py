@@ -39,6 +39,25 @@ def test_closed_streams(role: Path, tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_files_of_ours(closed: str, tmp_path: Path) -> None:
+    """C code and child processes print to 1 and 2 whatever Python calls stdout."""
+    program = (
+        "import os, sys\n"
+        "from milepost.cli.app import _mend_streams\n"
+        "_mend_streams()\n"
+        "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+        "os.write(1, b'from C')\n"
+        "os.write(2, b'from C')\n"
+        "print(chr(246), sys.stdin.isatty())\n"
+        "child = os.system('echo from a child && echo from a child >&2')\n"
+        "os.write(file, f'{file > 2} {child}'.encode())\n"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    done = shell(f'{sys.executable} -c "$PROGRAM" {tmp_path}/f {closed}', PROGRAM=program, **ascii_only)
+    assert (done.returncode, (tmp_path / "f").read_text()) == (0, "True 0")
+
+
 def test_a_name_that_is_no_text_is_printed_as_it_came(role: Path, tmp_path: Path) -> None:
     place = os.fsencode(tmp_path / "m") + b"\xff o"
     command = [os.fsencode(part) for part in (sys.executable, "-m", "milepost", "merge", "-q", role)]
@@ -87,6 +106,20 @@ def test_a_place_that_may_not_be_written(role: Path, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(0o555)
     done = shell(f"{AS_NOBODY} {MERGE} -q '{role}' {tmp_path}/closed/out")
     assert done.returncode == 2 and b"closed/out: cannot be written: no permission to write there" in done.stderr
+
+
+def test_an_older_export_that_cannot_be_deleted_is_told_of(role: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "closed").mkdir(parents=True)
+    for name in ("config.json", "closed/file"):
+        (tmp_path / "out" / name).write_text("old")
+    (tmp_path / "out" / "closed").chmod(0o555)
+    done = shell(f"{AS_NOBODY} {MERGE} -q '{role}' {tmp_path}/out --overwrite")
+    assert (done.returncode, done.stdout.decode()) == (0, f"{tmp_path}/out\n")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    (left,) = tmp_path.glob(".out.*.tmp")
+    assert [path.name for path in left.rglob("*")] == ["closed", "file"]
+    said = f"{left}: could not be removed: Permission denied; remove it by hand\n"
+    assert done.stderr.decode() == said
 
 
 def test_a_terminal_that_is_closed_leaves_no_debris(zoo: Path, tmp_path: Path) -> None:

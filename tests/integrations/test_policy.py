@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import locale
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,18 @@ def test_tensors_that_are_not_the_configs_are_refused(tmp_path: Path) -> None:
         MismatchError, match=r"are two tensors in memory, but the model's config says that they are one"
     ):
         milepost.save_policy(module, tmp_path / "b")
+
+
+def test_a_locale_that_is_not_utf_8(tmp_path: Path) -> None:
+    module = saved_policies.Wrapper(*saved_policies.models("qwen2"))
+    module.policy.config.id2label = {0: "好"}
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        milepost.save_policy(module, tmp_path / "out")
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["id2label"] == {"0": "好"}
 
 
 def test_in_one_process_an_export_is_replaced_only_when_asked(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from zoo import CHAT_TEMPLATE, GENERATION
 
 import milepost
-from milepost.errors import CallError, IncompleteError, MismatchError, NotFoundError, WriteError
+from milepost.errors import CallError, DamagedError, IncompleteError, MismatchError, NotFoundError, WriteError
+from milepost.jobs.merge import write_companions
 from milepost.jobs.output import output_directory
-from milepost.jobs.prepare import ModelOptions
+from milepost.jobs.prepare import ModelOptions, prepare
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -97,6 +98,23 @@ def test_e50_e52_companions_travel_byte_for_byte(zoo: Path, tmp_path: Path) -> N
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b'{"version": "1.0",  "odd": "spacing"}\n'
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_companion_that_the_disk_does_not_give_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(zoo / "tied" / "actor" / "huggingface", tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink()
+    (tmp_path / "hf" / name).symlink_to("/proc/self/mem")  # of which no byte at 0 can be read
+    with pytest.raises(DamagedError, match=f"hf/{name}: cannot be read: Input/output error"):
+        milepost.merge(zoo / "tied" / "actor", tmp_path / "out", hf_model_path=tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_place_that_takes_no_companion_is_no_fault_of_the_companion(zoo: Path, tmp_path: Path) -> None:
+    model = prepare(zoo / "tied" / "actor", "auto")
+    with pytest.raises(OSError) as caught:  # which who made the directory puts in words
+        write_companions(model, model.index, Path("/sys/kernel"))
+    assert str(caught.value.filename).startswith("/sys/kernel/")
 
 
 def test_e54_wrapper_prefixes_are_stripped(zoo: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -246,6 +247,34 @@ def test_a_file_that_rank_0_does_not_see_whole_stops_the_merge(tmp_path: Path) -
     found = together(tmp_path / "out", leads, follows)
     assert isinstance(found[0], DamagedError) and "f: rank 1 wrote 4 bytes" in str(found[0])
     assert isinstance(found[1], CheckpointError) and list(tmp_path.iterdir()) == []
+
+
+def test_a_meeting_that_cannot_be_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("milepost.jobs.ranks._LETTING_GO", 0.3)
+    meeting = tmp_path / ".out.key.ranks"
+    meeting.touch()  # no directory
+    with pytest.raises(WriteError, match=f"{meeting}: cannot be written"), Team(Launch(0, 2, "key"), tmp_path / "out"):
+        raise AssertionError("the work has begun")
+    meeting.unlink()
+
+    def leads(team: Team) -> None:
+        with team.directory(overwrite=False, sources=()) as building:
+            team.gather(building, "", {}, ())
+        monkeypatch.setattr("shutil.rmtree", refused)
+
+    def follows(team: Team) -> None:
+        with team.directory(overwrite=False, sources=()) as building:
+            team.gather(building, "", {}, ())
+        team.wait_for_commit()
+
+    def refused(place: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+    assert together(tmp_path / "out", leads, follows) == [None, None]  # what was asked for is done
+    assert (tmp_path / "out").is_dir() and meeting.is_dir()
+    assert f"{meeting}: could not be removed: Permission denied" in caplog.text
 
 
 def test_a_place_that_cannot_be_written() -> None:

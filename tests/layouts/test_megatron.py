@@ -321,7 +321,8 @@ def test_keys_of_a_dist_checkpoint(tmp_path: Path) -> None:
     assert set(index) == {
         name, LAST, f"optim/{name}/exp_avg", f"optim/{name}/exp_avg_sq", f"optim/{name}/param", f"optim/{LAST}/param",
     }  # fmt: skip
-    assert [line.split(" ", 1)[0] for line in index.unread] == ["1", "1"]
+    assert [line.split(" ", 1)[0] for line in index.unread] == ["1", "1", "optimizer"]
+    assert "no count of its steps" in index.unread[-1]
     assert index.skipped[0].startswith("1 _extra_state entries")
     assert index.objects["common"]["iteration"] == 7 and index.objects["common"]["args"] == {"lr": 0.5}
     assert "rng_state/shard_0.0_1.1" in index.objects

@@ -5,7 +5,9 @@ and files that do not go together. Those that Megatron makes itself are in `test
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch.distributed.checkpoint as dcp
 from milepost.checkpoint.restore import fit
 from milepost.engines.base import LiveTensor
 from milepost.errors import MismatchError
-from milepost.index import moment_name
+from milepost.index import Box, TensorEntry, moment_name
 from milepost.layouts import open_directory
-from milepost.layouts.megatron.buckets import places
+from milepost.layouts.dcp.metadata import read_contents
+from milepost.layouts.dcp.reader import DcpLayout
+from milepost.layouts.megatron.buckets import is_bucket, places, read_buckets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -214,3 +218,128 @@ def test_another_order_of_parameters_does_not_pass(tmp_path: Path) -> None:
     """A mutant with the right number of elements: the bias of queries, keys and values after all else of its layer."""
     index = open_directory(_save(tmp_path, _model(SWAPPED)))
     assert not any(name.startswith("optim/") for name in index) and "in no order" in index.unread[0]
+
+
+def _in_groups(directory: Path, model: Mapping[str, torch.Tensor], groups: Mapping[str, Sequence[str]]) -> Path:
+    """A dist checkpoint of several groups of ranks: `<optimizer>.<group>` -> its parameters, in the model's order. Each
+    group has an object, as Megatron writes it."""
+    state: dict[str, Any] = {name: value.bfloat16() for name, value in model.items()}
+    for place, names in groups.items():
+        optimizer, group = place.split(".")
+        key = f"{optimizer}.{KEY}".replace("group_idx_0", f"group_idx_{group}")
+        state[f"{key.partition('.gbuf')[0]}.per_bucket_numel_unpadded/shard_0_1"] = len(names)
+        masters = [model[name] for name in names]
+        if masters:
+            kinds = {
+                "param": masters,
+                "exp_avg": [m * 0.5 for m in masters],
+                "exp_avg_sq": [m.square() for m in masters],
+            }
+            state |= {f"{key}.{kind}": _flat(values) for kind, values in kinds.items()}
+    _save_dist(directory, state)
+    return directory
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_a_stage_without_experts(tmp_path: Path, dense: int) -> None:
+    """Two stages of a layer, two expert-parallel ranks: a stage of a dense layer has groups in which nothing lies."""
+    attention, routed = [(n, s) for n, s in ATTENTION if "layernorm" not in n], EXPERTS[:6]
+    plain = [("pre_mlp_layernorm.weight", (4,)), ("mlp.linear_fc2.weight", (4, 5))]
+    model = _model(*([*attention, *(plain if layer == dense else routed)] for layer in (0, 1)))
+    experts = {n: [name for name in model if f".experts.{n}." in name] for n in (0, 1)}
+    shared = [name for name in model if ".experts." not in name]
+    cut = next(number for number, name in enumerate(shared) if ".layers.1." in name)
+    groups = {"chained_0.0": shared[:cut], "chained_0.1": shared[cut:]}
+    for group in range(4):
+        groups[f"chained_1.{group}"] = [] if group // 2 == dense else experts[group % 2]
+    index = open_directory(_in_groups(tmp_path, model, groups))
+    assert index.unread == ()
+    for name, value in model.items():
+        np.testing.assert_array_equal(index[moment_name(name, "exp_avg")].numpy(), (value * 0.5).numpy(), err_msg=name)
+
+
+def test_two_orders_that_fit_alike_are_not_chosen_between(tmp_path: Path) -> None:
+    """The norm before attention and the matrix after it, as long and in bfloat16 the same: which of them lies first
+    depends on whether the norm is fused, and only their copies differ."""
+    proj, norm = ATTENTION[0][0], ATTENTION[1][0]
+    model = _model([(proj, (4, 1)), *ATTENTION[1:], *MLP])
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    model |= {f"{LAYER}.{proj}": weight[:, None], f"{LAYER}.{norm}": weight * (1 + 2**-12)}
+    index = open_directory(_save(tmp_path, model))
+    assert not any(name.startswith("optim/") for name in index)
+    assert "several orders of the model's parameters fit them" in index.unread[0]
+
+
+def _parts(directory: Path) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Buckets and weights of a dist checkpoint, as DCP has them."""
+    stored = DcpLayout().open(directory)
+    weights = {key: entry for key, entry in stored.items() if not is_bucket(key)}
+    return {key: entry for key, entry in stored.items() if is_bucket(key)}, weights
+
+
+@pytest.mark.parametrize("where", [-1, 1])
+def test_an_empty_run_hides_none_that_begins_where_it_does(tmp_path: Path, where: int) -> None:
+    """As a rank of whose run nothing is left notes it."""
+    buckets, weights = _parts(_save(tmp_path, _model(*PLAIN)))
+    for key, entry in buckets.items():
+        (chunk,) = entry.chunks
+        empty = replace(chunk, box=Box((0,), (0,)))
+        buckets[key] = replace(entry, chunks=(chunk, empty)[::where])
+    state = read_buckets(buckets, weights, ())
+    assert isinstance(state, dict)
+    for name, kinds in state.items():
+        for kind, entry in kinds.items():
+            entry.check_tiling(f"{name} {kind}")
+
+
+def test_a_parameter_that_no_run_holds_is_not_proved(tmp_path: Path) -> None:
+    """The first 64 elements are the output layer's."""
+    buckets, weights = _parts(_save(tmp_path, _model(*PLAIN)))
+    for key, entry in buckets.items():
+        (chunk,) = entry.chunks
+        part = chunk.narrow(Box((64,), (entry.numel - 64,)), entry.dtype)
+        buckets[key] = replace(entry, chunks=(part,))
+    reason = read_buckets(buckets, weights, ())
+    assert isinstance(reason, str) and "in no order" in reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([7, 8], "have different counts of its steps"),
+        ([], "have no count of its steps"),
+        (None, "the steps that it has counted cannot be read: .*common.pt"),
+    ],
+)
+def test_steps_that_are_not_one_number_leave_a_reason(tmp_path: Path, steps: list[int] | None, words: str) -> None:
+    """None: a file that is damaged."""
+    model = _save(tmp_path, _model(*PLAIN))
+    if steps is None:
+        (model / "common.pt").write_bytes(b"PK")
+    else:
+        groups = [{"lr": 0.5, "step": step} for step in steps]
+        torch.save({"optimizer": {"optimizer": {"param_groups": groups}}}, model / "common.pt")
+    index = open_directory(tmp_path)
+    (reason,) = index.unread
+    assert re.search(words, reason) and not any(name.endswith("/step") for name in index)
+    assert index[f"{LAYER}.mlp.linear_fc2.weight"].bits().size == 20
+
+
+def _spoil(directory: Path, key: str) -> None:
+    """Write over the archive that holds a tensor."""
+    span = read_contents(directory).tensors[key].spans[0]
+    with span.file.open("r+b") as file:
+        file.seek(span.start)
+        file.write(bytes(span.length))
+
+
+def test_a_damaged_bucket_stops_no_weights(tmp_path: Path) -> None:
+    model = _model(*PLAIN)
+    _spoil(_save(tmp_path, model), f"{KEY}.param")
+    index = open_directory(tmp_path)
+    assert not any(name.startswith("optim/") for name in index)
+    assert "__0_0.distcp" in index.unread[0] and "fully-reshardable" not in index.unread[0]
+    for name, entry in index.items():
+        assert np.array_equal(entry.bits(), DcpLayout().open(tmp_path)[name].bits())
+    with pytest.raises(MismatchError, match=r"3 buckets of optimizer state.*distcp"):
+        fit("actor", index, {name: LiveTensor(name, (0,), "float32", ()) for name in ("w", "optim/w/exp_avg")})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,12 @@ FLAT = {"numel_unpadded": 72, **dict.fromkeys(("param", "exp_avg", "exp_avg_sq")
 TYPES = (torch.float32, torch.float32)
 
 
-def _open(directory: Path, state: Any) -> TensorIndex:
+def _open(directory: Path, state: Any, weights: Mapping[str, torch.Tensor] = WEIGHTS, **arguments: int) -> TensorIndex:
     folder = directory / "mp_rank_00"
     folder.mkdir()
     groups = [{"lr": 0.5, "step": 3}]
-    torch.save({"model": WEIGHTS, "optimizer": {"optimizer": {"param_groups": groups}}}, folder / "model_optim_rng.pt")
+    content = {"model": weights, "optimizer": {"optimizer": {"param_groups": groups}}, "args": Namespace(**arguments)}
+    torch.save(content, folder / "model_optim_rng.pt")
     torch.save(state, folder / "distrib_optim.pt")
     return open_directory(directory)
 
@@ -75,6 +78,17 @@ def test_what_cannot_be_told_leaves_a_reason(tmp_path: Path, state: Any, words: 
     index = _open(tmp_path, state)
     assert set(index) == set(WEIGHTS)
     assert words in index.unread[0] and "distrib_optim.pt" in index.unread[0]
+
+
+def test_two_places_that_fit_alike_are_not_chosen_between(tmp_path: Path) -> None:
+    """A norm of zeros, of 8 elements as the output layer has: it lies at 8 where output layer and embedding have
+    buckets of their own, and at 64 where a bucket ends with the 9th element. There are zeros at both."""
+    weights = {**WEIGHTS, "decoder.final_layernorm.weight": torch.zeros(8), "output_layer.weight": torch.ones(4, 2)}
+    flat = torch.cat([torch.ones(8), torch.zeros(64), torch.ones(8)])
+    buffer = {"numel_unpadded": 80, **dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), flat)}
+    index = _open(tmp_path, {"buckets_coalesced": True, 0: {TYPES: buffer}}, weights, ddp_bucket_size=9)
+    assert set(index) == set(weights)
+    assert "several orders of the parameters" in index.unread[0] and "distrib_optim.pt" in index.unread[0]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from milepost.index import Box, ByteSource, Chunk, TensorEntry
 from milepost.layouts import open_directory
+from milepost.layouts.dcp.metadata import read_contents
 from milepost.layouts.megatron.flattened import unflattened
 
 NAME = "decoder.layers.mlp.linear_fc2.weight"
@@ -82,6 +83,17 @@ def test_copies_that_are_not_the_weights_leave_a_reason(tmp_path: Path, master: 
     index = open_directory(tmp_path)
     assert list(index) == [NAME]
     assert "2 tensors of optimizer state whose shapes or values are not those of their weights" in index.unread[0]
+
+
+def test_copies_that_are_damaged_stop_no_weights(tmp_path: Path, master: torch.Tensor) -> None:
+    _save(tmp_path, master, master.to(torch.bfloat16), master)
+    span = read_contents(tmp_path).tensors[f"optimizer.state.fp32_param.{NAME}"].spans[0]
+    with span.file.open("r+b") as file:
+        file.seek(span.start)
+        file.write(bytes(span.length))
+    index = open_directory(tmp_path)
+    assert list(index) == [NAME] and index[NAME].read().equal(master.to(torch.bfloat16))
+    assert "2 tensors of optimizer state cannot be read: " in index.unread[0] and "__0_0.distcp" in index.unread[0]
 
 
 def _entry(path: Path, values: torch.Tensor, chunks: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> TensorEntry:

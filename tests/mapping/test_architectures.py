@@ -215,6 +215,8 @@ def test_number_of_labels_from_id2label_then_num_labels_then_two() -> None:
     assert labels() == 2
     assert labels(num_labels=5) == 5
     assert labels(id2label={"0": "a", "1": "b", "2": "c"}) == 3
+    with pytest.raises(MismatchError, match=r"says \['a', 'b'\] for id2label, which is to be a mapping of labels"):
+        labels(id2label=["a", "b"])
 
 
 def test_needs_neither_torch_nor_transformers() -> None:

@@ -57,3 +57,18 @@ def test_machines_that_come_while_workers_save_for_a_stop_start_nothing_anew(tmp
     (tmp_path / "may-end").touch()
     assert status(agent) == 0
     assert not alive(worker) and (tmp_path / "rounds").read_text() == "x"
+
+
+@pytest.mark.parametrize(("restarts", "ends"), [(1, 75), (0, 3)])
+def test_a_signal_while_the_others_end_after_a_death_is_a_stop_unless_the_run_had_failed(
+    tmp_path: Path, restarts: int, ends: int
+) -> None:
+    agent = started(tmp_path, nproc=2, restarts=restarts)
+    while len(workers := wait_for(tmp_path, "worker.*")) < 2:
+        time.sleep(0.05)
+    (tmp_path / f"die.{workers[0]}").touch()
+    assert wait_for(tmp_path, "asked.*") == [workers[1]]  # by the agent, which waits for it now
+    os.kill(agent.pid, signal.SIGTERM)
+    (tmp_path / "may-end").touch()
+    assert status(agent) == ends
+    assert not any(alive(pid) for pid in workers) and (tmp_path / "rounds").read_text() == "x"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ import torch
 from ranks import run_ranks
 from whole_runs import train
 
+from milepost.checkpoint import comm
 from milepost.checkpoint.comm import SingleProcess
 from milepost.checkpoint.preemption import Preemption, StopSignals
 from milepost.checkpoint.retention import Retention
 from milepost.errors import CallError
 from milepost.trainer import setup
+from milepost.trainer.base_model import build_tokenizer
 from milepost.trainer.config import load_config
 from milepost.trainer.lengths import check_positions, learned_positions
 from milepost.trainer.ranks import Ranks
@@ -110,3 +113,50 @@ def test_a_restart_does_not_try_the_url_again(tmp_path: Path, attempt: int, monk
     with pytest.raises(CallError, match="the models are next"):
         setup.build_trainer(config, ranks, run_id="r", attempt=attempt, preemption=preemption)
     assert tried == [url] * (1 - attempt)
+
+
+@pytest.mark.parametrize("what", ["check_lengths", "try_at_start", "_make_base_model", "convert_gguf"])
+def test_what_rank_0_does_for_long_loses_no_rank(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for one another no longer than saves may take; meanwhile they meet."""
+
+    class Met(SingleProcess):
+        times = 0
+
+        def all_gather(self, value: object) -> list[object]:  # type: ignore[override]
+            self.times += 1
+            return super().all_gather(value)
+
+    met = Met()
+
+    def long(*_: object) -> None:
+        before = met.times
+        for _ in range(200):
+            if met.times > before:
+                raise CallError("they have met")
+            time.sleep(0.01)
+
+    monkeypatch.setattr(comm, "_BEAT", 0.01)
+    monkeypatch.setattr(setup, what, long)
+    words = [f"trainer.default_local_dir={tmp_path}/run", f"task.base_model_dir={tmp_path}/base"]
+    if what == "try_at_start":
+        words.append(f"trainer.remote_dir=memory://{tmp_path}/there")
+    if what == "convert_gguf":
+        words += [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.gguf_file=model.gguf"]
+    preemption = Preemption(StopSignals(()), list)
+    with pytest.raises(CallError, match="they have met"):
+        setup.build_trainer(
+            load_config(None, words), Ranks(torch.device("cpu"), met), run_id="r", attempt=0, preemption=preemption
+        )
+
+
+def test_prompts_too_long_for_a_gguf_model_are_found_by_the_tokenizer_that_comes_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        setup, "convert_gguf", lambda directory, file, target: build_tokenizer().save_pretrained(target)
+    )
+    model = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.gguf_file=model.gguf"]
+    config = load_config(None, [f"trainer.default_local_dir={tmp_path}/run", "data.max_prompt_length=4", *model])
+    ranks = Ranks(torch.device("cpu"), SingleProcess())
+    with pytest.raises(CallError, match=r"data\.train_files: 7\d\d of 872 prompts .* prompt \d+ has 5: raise it"):
+        setup.build_trainer(config, ranks, run_id="r", attempt=0, preemption=Preemption(StopSignals(()), list))

@@ -8,25 +8,32 @@ import signal
 import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from launched import alive, ended, events_of, start, wait_for
 from ranks import run_ranks
-from whole_runs import measured
+from whole_runs import exit_statuses, measured
 
+from milepost.checkpoint.comm import SingleProcess
 from milepost.checkpoint.diary.events import EVENTS, EventLog, read_events
 from milepost.checkpoint.diary.status import run_status
 from milepost.checkpoint.preemption import Stop
 from milepost.checkpoint.steps import TRACKER
 from milepost.errors import UploadError, WriteError
 from milepost.trainer.base_model import build_base_model
+from milepost.trainer.config import load_config
 from milepost.trainer.loop import PpoTrainer
+from milepost.trainer.metrics import Stopwatch
+from milepost.trainer.ranks import Ranks
 from milepost.trainer.schema import TaskConfig, WarmStartConfig
 from milepost.trainer.stall import StallLimits, StallWatch
+from milepost.trainer.worker import watch_for_stalls
 
 QUICK = [
     "trainer.logger=[]",
@@ -62,15 +69,13 @@ def train(overrides: list[str], names: list[str], environment: dict[str, str]) -
     return None if ending is None else (ending.why.reason, ending.why.signal, ending.step, ending.saved)
 
 
-def run(
-    directory: Path, model: Path, ranks: int, steps: int, *overrides: str, reward: str = "", **environment: str
-) -> list[Any]:
-    """Train to `steps`; what each rank came to. `reward` is the body of f(prompt, response, ground_truth)."""
+def words_of(directory: Path, model: Path, steps: int, *overrides: str, reward: str = "") -> list[str]:
+    """A run to `steps` as overrides. `reward` is the body of f(prompt, response, ground_truth)."""
     code = directory.parent / f"{directory.name}_reward.py"
     lines = (reward or "return len(set(response)) / 4").splitlines()
     body = "\n    ".join(lines)
     code.write_text(f"CALLS = []\ndef mine(prompt, response, ground_truth):\n    {body}\n")
-    words = [
+    return [
         *QUICK,
         f"trainer.default_local_dir={directory}",
         f"trainer.total_training_steps={steps}",
@@ -78,6 +83,13 @@ def run(
         f"reward.path={code}:mine",
         *overrides,
     ]
+
+
+def run(
+    directory: Path, model: Path, ranks: int, steps: int, *overrides: str, reward: str = "", **environment: str
+) -> list[Any]:
+    """Train as `words_of` says; what each rank came to."""
+    words = words_of(directory, model, steps, *overrides, reward=reward)
     return run_ranks(train, ranks, words, ["SIGTERM", "SIGUSR1"], environment)
 
 
@@ -302,6 +314,76 @@ def test_a_stop_after_an_upload_that_failed_has_saved(capfd: pytest.CaptureFixtu
     assert "could not be saved" not in capfd.readouterr().err
 
 
+SIGNALLED_IN_THE_LAST_UPLOAD = """
+import os, pathlib, signal, sys, threading, time
+from milepost.checkpoint.remote.folder import Remote
+from milepost.errors import OutageError
+pid = pathlib.Path(DIARY).with_name("pid")
+def is_closing():
+    frame, names = sys._current_frames()[threading.main_thread().ident], []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return "_close" in names
+def answers_late(*_):
+    if pid.exists():
+        while not is_closing():
+            time.sleep(0.01)
+        number = int(pid.read_text())
+        pid.unlink()
+        os.kill(number, signal.SIGNAL)
+    for _ in range(1200):
+        if '"event": "stop"' in pathlib.Path(DIARY).read_text():
+            break
+        time.sleep(0.05)
+    raise OutageError("the connection was cut")
+if os.environ["RANK"] == "0":
+    Remote.put = answers_late
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+    pid.write_text(str(os.getpid()))
+return 0.5
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks", "status"), [("SIGTERM", 2, 75), ("SIGINT", 1, 130)])
+def test_a_signal_while_the_last_step_is_uploaded_is_a_stop(
+    model: Path, tmp_path: Path, name: str, ranks: int, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To a rank that uploads nothing; and a Ctrl-C, which unwinds."""
+    pytest.importorskip("fsspec")
+    reward = SIGNALLED_IN_THE_LAST_UPLOAD.replace("DIARY", repr(str(tmp_path / "run" / EVENTS)))
+    settings = [f"trainer.remote_dir=file://{tmp_path}/there", "trainer.shutdown_timeout=10"]
+    words = words_of(tmp_path / "run", model, 1, *settings, reward=reward.replace("SIGNAL", name))
+    assert exit_statuses(ranks, words) == [status] * ranks
+    assert [event["step"] for event in events_of(tmp_path / "run", "save_durable")] == [1]
+    (stop,) = events_of(tmp_path / "run", "stop")
+    assert stop["reason"] == "signal"
+    if name == "SIGTERM":
+        assert (stop["signal"], stop["step"], stop["saved"]) == (name, 1, True)
+        assert "step 1 is durable in" in stop["not_uploaded"]
+        assert "stopped on SIGTERM, step 1 is saved; the same command goes on" in capfd.readouterr().out
+
+
+def test_a_step_that_made_up_for_a_failed_save_has_though_an_upload_failed() -> None:
+    """Else every step would be saved until the network is back."""
+    ends: list[Exception | None] = [WriteError("the disk is full"), UploadError("step 2 was not uploaded"), None]
+    trainer: Any = PpoTrainer.__new__(PpoTrainer)
+    trainer.config = load_config(None, ["trainer.on_save_error=warn"])
+    trainer.ranks = Ranks(torch.device("cpu"), SingleProcess())
+    trainer._held_out, trainer._save_is_due, trainer._failed_saves, trainer._saved = (0, {}), False, 0, []
+
+    def save(*_: object, **__: object) -> None:
+        if (end := ends.pop(0)) is not None:
+            raise end
+
+    trainer.manager = SimpleNamespace(save=save, poll=lambda: ())
+    due = []
+    for step in (1, 2):
+        trainer._record(step, {}, Stopwatch(), wanted=True, last=False)
+        due.append(trainer._save_is_due)
+    assert due == [True, False]
+
+
 # A phase that hangs
 
 SLOW_ONCE = """
@@ -398,6 +480,41 @@ def test_what_comes_once_a_start_has_a_limit_of_its_own_and_the_rest_its_history
     limits = StallLimits(factor=10, floor=600, once=3600)
     assert limits.of("resume", 0) == limits.of("start", 9000) == limits.of("end", 1) == limits.of("models", 0) == 3600
     assert [limits.of("gen", known) for known in (0, 1, 60, 61)] == [1800, 600, 600, 610]
+
+
+def test_a_save_that_waits_for_the_disk_may_take_as_long_as_saves_may_whatever_others_took() -> None:
+    """In the background they take seconds of training's time, the last one and that of a stop all that it takes."""
+    config = load_config(None, ["trainer.save_timeout=1000"])
+    with closing(watch_for_stalls(config, Ranks(torch.device("cpu"), SingleProcess()))) as watch:
+        limits = watch._limits
+    assert limits is not None
+    # The one before, itself, and the floor of 600.
+    assert [limits.of("save_checkpoint", known) for known in (0, 3, 300)] == [2600, 2600, 3000]
+    assert limits.of("poll_saves", 3) == 600
+
+
+def test_a_phase_that_ends_while_it_is_told_of_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    telling, over = Event(), Event()
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+
+    class SlowDisk(EventLog):
+        def write(self, event: str, **fields: Any) -> None:
+            if event == "stall":
+                telling.set()
+                assert over.wait(30)
+            super().write(event, **fields)
+
+    limits = StallLimits(factor=2, floor=0.01, once=60, restart=True)
+    with closing(StallWatch(limits, tmp_path / "stalls", SlowDisk(tmp_path / EVENTS))) as watch:
+        watch.step = 7
+        with watch.phase("gen"):
+            assert telling.wait(30)
+        watch.step = 8
+        over.set()
+    told = [(event["event"], event["step"], event["phase"]) for event in read_events(tmp_path / EVENTS)]
+    assert told == [("stall", 7, "gen"), ("stall_over", 7, "gen")]
+    assert exits == []
 
 
 NO_MORE_NETWORK = """

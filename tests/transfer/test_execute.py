@@ -9,6 +9,7 @@ import resource
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from pictures import Picture, entry_of, pictures
 
 from milepost.cast import cast_bits
-from milepost.errors import DamagedError, NotFoundError
+from milepost.errors import CallError, DamagedError, NotFoundError
 from milepost.index import (
     Bits,
     Box,
@@ -163,6 +164,11 @@ def test_windows_fit_four_times_a_worker_into_the_limit(limit: int, workers: int
     assert 4 * workers * size <= max(limit, 4 * workers << 16)
 
 
+def _open_now() -> int:
+    """How many files this process has open, the listing of them too."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def _many_windows(path: Path, count: int = 100) -> TensorEntry:
     """A tensor of `count` windows of 64 bytes."""
     path.write_bytes(np.random.default_rng(4).bytes(64 * count))
@@ -240,10 +246,10 @@ def test_a_source_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_no_file_stays_open_after_an_error(tmp_path: Path) -> None:
     entry = _many_windows(tmp_path / "shard")
     os.truncate(tmp_path / "shard", 1000)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = _open_now()
     with pytest.raises(DamagedError):
         execute(_moving(entry), _memory(entry))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert _open_now() == before
 
 
 Copy = Callable[..., int]
@@ -310,25 +316,64 @@ def test_a_copy_that_fails_is_blamed_on_the_side_that_fails(
         _copied(tmp_path)
 
 
-@pytest.mark.parametrize("into_file", [True, False])
-def test_more_files_than_a_process_may_open(tmp_path: Path, into_file: bool) -> None:
+def _a_file_each(folder: Path, count: int) -> TensorEntry:
+    """A tensor of `count` bytes, counted from 0, each in a file of its own."""
     chunks = []
-    for number in range(200):
-        (tmp_path / str(number)).write_bytes(bytes([number]))
-        chunks.append(Chunk(Box((number,), (1,)), ByteSource(str(tmp_path / str(number)), 0, (1,))))
-    entry = TensorEntry("uint8", (200,), chunks)
-    memory = _memory(entry)
+    for number in range(count):
+        (folder / str(number)).write_bytes(bytes([number % 256]))
+        chunks.append(Chunk(Box((number,), (1,)), ByteSource(str(folder / str(number)), 0, (1,))))
+    return TensorEntry("uint8", (count,), chunks)
+
+
+@contextmanager
+def _may_open(more: int) -> Iterator[None]:
+    """This process may open so many files more than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_open_now() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("into_file", [True, False])
+@pytest.mark.parametrize(("workers", "more"), [(2, 150), (16, 150), (2, 20)])
+def test_more_files_than_a_process_may_open(tmp_path: Path, workers: int, more: int, into_file: bool) -> None:
+    entry = _a_file_each(tmp_path, 400)
+    memory = _memory(entry)
     with (tmp_path / "out").open("w+b") as out:
         sink: Any = OneFile(out.fileno(), entry.shape, "uint8") if into_file else memory
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 150, hard))
-        try:
-            execute(_moving(entry, 7), sink, workers=2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        got = os.pread(out.fileno(), 300, 5) if into_file else memory.arrays["w"].tobytes()
-    assert got == bytes(range(200))
+        with _may_open(more):
+            execute(_moving(entry, 7), sink, workers=workers)
+        got = os.pread(out.fileno(), 500, 5) if into_file else memory.arrays["w"].tobytes()
+    assert got == bytes(range(256)) + bytes(range(144))
+
+
+@pytest.mark.parametrize("more", [2000, 150])
+def test_all_threads_together_keep_one_budget_of_files_open(tmp_path: Path, more: int) -> None:
+    entry, workers = _a_file_each(tmp_path, 400), 8
+    together, most = threading.Barrier(workers), [0]
+    before = _open_now()
+
+    class Counting(Memory):
+        def write(self, name: str, box: Box, bits: Bits) -> None:
+            together.wait(60)  # each thread opens as many files as the others
+            most.append(_open_now() - before)
+
+    with _may_open(more):
+        execute(_moving(entry, 1), Counting({}, {"w": "uint8"}), workers=workers)
+    assert workers < max(most) <= min(256, (before + more) // 4) + workers  # which have the listing open too
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_no_file_more_to_be_opened_is_no_damage(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    entry = _many_windows(tmp_path / "shard")
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(CallError, match=r"shard: cannot be opened: more files than .*; (raise|end) "):
+        execute(_moving(entry), _memory(entry))
 
 
 @pytest.mark.parametrize("kernel", [True, False])

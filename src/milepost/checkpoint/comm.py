@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol, TypeVar
 
+from milepost.checkpoint.background import Background
 from milepost.checkpoint.meeting import meet
 from milepost.errors import CallError, LostRankError, MilepostError, WriteError
 from milepost.wording import counted
@@ -37,6 +37,10 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long a rank waits for another that is busy with its files; None: for ever."""
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
@@ -62,6 +66,7 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    timeout_seconds = None
 
     def all_gather(self, value: T) -> list[T]:
         """The one value."""
@@ -93,7 +98,7 @@ class TorchCommunicator:
         import torch.distributed as dist  # noqa: PLC0415  a run without ranks needs no torch here
 
         self._dist = dist
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._patience = patience_seconds
         self._meetings = 0
         with _told_of_lost_ranks():
@@ -123,7 +128,7 @@ class TorchCommunicator:
 
     def another(self) -> Communicator:
         """Another gloo group: collectives of two groups do not meet, whatever thread they come from."""
-        return TorchCommunicator(self._timeout, self._patience)
+        return TorchCommunicator(self.timeout_seconds, self._patience)
 
     def close(self) -> None:
         """Give up the group."""
@@ -222,28 +227,14 @@ def on_rank_0(comm: Communicator, act: Callable[[], T]) -> T:
 
 def on_rank_0_at_length(comm: Communicator, act: Callable[[], T]) -> T:
     """`on_rank_0` for what may take longer than ranks wait for each other: meanwhile they meet every few seconds."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(act())
-        except BaseException as error:  # noqa: BLE001  raised on all ranks below
-            errors.append(error)
-
-    def result() -> T:
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    thread = Thread(target=work, name="milepost-rank-0", daemon=True) if comm.rank == 0 else None
-    if thread is not None:
-        thread.start()
-    while True:
-        if thread is not None:
-            thread.join(_BEAT)
-        if comm.all_gather(thread is None or not thread.is_alive())[0]:
-            return on_rank_0(comm, result)
+    if comm.rank > 0:
+        while not comm.all_gather(True)[0]:
+            pass
+        return on_rank_0(comm, act)
+    call = Background(act, "milepost-rank-0")
+    while not comm.all_gather(call.wait(_BEAT))[0]:
+        pass
+    return on_rank_0(comm, call.result)
 
 
 def _kind(error: Exception) -> type[MilepostError]:

@@ -11,6 +11,7 @@ takes for a step and the next start sweeps away. An error on any rank makes all 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ from milepost.errors import CallError, LostRankError, MilepostError, WriteError
 
 _PARTING = 3.0  # seconds for which threads that still write, and then the removal of what they wrote, are waited for
 _AT_LEAST = 1.0  # seconds for the tracker, where no time is left
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that something has
 _log = logging.getLogger(__name__)
 
 ExportHF = Callable[[Path, Path], None]
@@ -103,6 +105,18 @@ class TakenStep:
     nbytes: int
 
 
+@dataclass
+class _Progress:
+    """How far the thread that commits a step has come; who waits for it looks at this.
+
+    exporting:  the role whose weights are being written in Hugging Face's form
+    saved:      the step, and the tracker that is to name it; there right before it is committed for good
+    """
+
+    exporting: str | None = None
+    saved: tuple[SavedStep, Path] | None = None
+
+
 def take_step(request: StepRequest, comm: Communicator, staging: Staging) -> TakenStep:
     """Take the state of all roles, so that training may go on; all ranks call it together, with requests that `agree`.
 
@@ -119,8 +133,11 @@ def take_step(request: StepRequest, comm: Communicator, staging: Staging) -> Tak
             staging.copies.wait()
         return taken[-1].nbytes
 
+    def see() -> None:
+        await_seen(tmp, comm.rank, alone=comm.rank == 0, left=staging.deadline.left())
+
     with _or_nothing(request.step, comm, staging, final, tmp):
-        together(comm, lambda: staging.deadline.within(tmp, lambda: await_seen(tmp, comm.rank, alone=comm.rank == 0)))
+        together(comm, lambda: staging.deadline.within(tmp, see))
         # Gathered after each role: no rank enters a role's collectives without all others.
         nbytes = sum(sum(together(comm, partial(take, role, engine))) for role, engine in request.roles.items())
     return TakenStep(request, tmp, final, staging, tuple(taken), state, nbytes)
@@ -242,14 +259,18 @@ def _take_role(tmp: Path, role: str, engine: Engine, staging: Staging) -> StepFi
 def _commit_in_time(taken: TakenStep, records: list[FileRecord], world_size: int, word: LastWord) -> SavedStep:
     """Rank 0's part, after all ranks have written. Raises WriteError where a disk refuses or the time is over."""
     root, deadline = taken.request.root, taken.staging.deadline
-    done: list[tuple[SavedStep, Path]] = []
+    progress = _Progress()
     try:
-        deadline.within(taken.final, lambda: _commit(taken, records, world_size, word, done))
-    except WriteError:
+        deadline.within(taken.final, lambda: _commit(taken, records, world_size, word, progress))
+    except WriteError as error:
         word.take_back()
         if not word.kept:  # else it was committed in this very moment
-            raise
-    saved, tracker = done[0]
+            late = _too_slow(taken, deadline, progress)
+            if late is None:
+                raise
+            raise late from error
+    assert progress.saved is not None
+    saved, tracker = progress.saved
     left = deadline.left()
     patience = None if left is None else max(left, _AT_LEAST)
     if not in_time(patience, lambda: move_tracker(root, saved.step, tracker)):
@@ -257,17 +278,28 @@ def _commit_in_time(taken: TakenStep, records: list[FileRecord], world_size: int
     return saved
 
 
-def _commit(
-    taken: TakenStep, records: list[FileRecord], world_size: int, word: LastWord, done: list[tuple[SavedStep, Path]]
-) -> None:
-    """`done` gets the step, and the tracker that is to name it, right before the step is committed for good."""
-    request, tmp, final = taken.request, taken.tmp, taken.final
-    for record in records:
-        await_seen(tmp / record.path, 0, record.size, alone=world_size == 1)
-    if request.export_hf is not None:
-        for role in request.roles:
-            records = _export(request.export_hf, tmp, role, records)
+def _too_slow(taken: TakenStep, deadline: Deadline, progress: _Progress) -> WriteError | None:
+    """Where it was no file system that took too long: what did."""
+    if progress.exporting is None:
+        return None
+    return deadline.miss(
+        taken.tmp / progress.exporting,
+        "its weights were not written in Hugging Face's form",
+        "allow for more, or save without hf_model and merge the steps that you want",
+    )
+
+
+def _commit(taken: TakenStep, records: list[FileRecord], world_size: int, word: LastWord, progress: _Progress) -> None:
+    request, tmp, final, deadline = taken.request, taken.tmp, taken.final, taken.staging.deadline
+    tracker: Path | None = None
     try:
+        for record in records:
+            await_seen(tmp / record.path, 0, record.size, alone=world_size == 1, left=deadline.left())
+        if request.export_hf is not None:
+            for role in request.roles:
+                progress.exporting = role
+                records = _export(request.export_hf, tmp, role, records)
+            progress.exporting = None
         files = StepFiles(tmp, tmp)
         with files.create(STATE_FILE) as file:
             file.write(taken.state)
@@ -276,24 +308,38 @@ def _commit(
         for directory, _, _ in os.walk(tmp):
             sync_directory(Path(directory))
         tracker = prepare_tracker(request.root, request.step)
-        try:
-            taken.staging.deadline.check(final)
-            request.make_way()
-            if not word.name():
-                raise taken.staging.deadline.miss(final)
-            tmp.rename(final)
-            _hold(tmp, final)
-            done.append((SavedStep(request.step, final, manifest.nbytes), tracker))
-            if not word.keep():  # all ranks were told that it was not saved
-                final.rename(tmp)
-                raise taken.staging.deadline.miss(final)
-        except BaseException:
-            tracker.unlink()
-            if word.no_name():
-                remove(tmp)
-            raise
+        deadline.check(final)
+        request.make_way()
+        if not word.name():
+            raise deadline.miss(final)
+        _name(tmp, final)
+        _hold(tmp, final)
+        progress.saved = SavedStep(request.step, final, manifest.nbytes), tracker
+        if not word.keep():  # all ranks were told that it was not saved
+            final.rename(tmp)
+            raise deadline.miss(final)
+    except BaseException as error:
+        progress.exporting = None
+        if tracker is not None:
+            remove(tracker)
+        if word.no_name():
+            remove(tmp)
+        if isinstance(error, OSError):
+            raise WriteError(f"{error.filename or final}: {reason(error)}") from error
+        raise
+
+
+def _name(tmp: Path, final: Path) -> None:
+    """Give a step its name."""
+    try:
+        tmp.rename(final)
     except OSError as error:
-        raise WriteError(f"{error.filename or final}: {reason(error)}") from error
+        if error.errno not in _OCCUPIED:
+            raise
+        raise WriteError(
+            f"{final} is there already: a save of this step that was given up hangs in the file system and still has "
+            "that name, or another program made it; wait for the file system, or move the folder away"
+        ) from error
 
 
 def _hold(tmp: Path, final: Path) -> None:

@@ -59,13 +59,18 @@ class Deadline:
         if self.left() == 0.0:
             raise self.miss(what)
 
-    def miss(self, what: object) -> WriteError:
-        """The error of a call that did not come to its end in time."""
+    def miss(
+        self,
+        what: object,
+        slow: str = "the file system did not answer",
+        do: str = "look after it, or choose another place",
+    ) -> WriteError:
+        """The error of a call that did not come to its end in time.
+
+        slow, do: what kept it from that, and what is to be done about it
+        """
         self.missed = True
-        return WriteError(
-            f"{what}: the file system did not answer within {duration(self._seconds)} (save_timeout); look after it, "
-            "or choose another place"
-        )
+        return WriteError(f"{what}: {slow} within {duration(self._seconds)} (save_timeout); {do}")
 
 
 NO_DEADLINE = Deadline()

@@ -190,7 +190,8 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what the disk refused first is what is told
+            path.unlink(missing_ok=True)
         raise
 
 

@@ -30,10 +30,11 @@ class LastWord:
             return self._naming
 
     def no_name(self) -> bool:
-        """The step did not get its name, or lost it again. Whether who waited has left its files to be removed here."""
+        """The step did not get its name, or lost it again. Whether it was given up before this: then its files are to
+        be removed here, also what was written after who waited removed them."""
         with self._lock:
             self._naming = False
-            return self._taken_back
+            return self._refused or self._taken_back
 
     def keep(self) -> bool:
         """Asked once the step has its name: whether it keeps it. From then on it is committed."""

@@ -42,7 +42,8 @@ def sweep(root: Path, names: Iterable[str] | None = None) -> list[str]:
 def delete_step(path: Path) -> bool:
     """Delete a step, or what was to become one. It first loses its name, at once or not at all: a kill in between
     leaves litter and no half step, and another job may be about to commit it in this very moment. False, and a line in
-    the log, where it is still there."""
+    the log, where the disk refuses: it is still there, or it is litter, whose files stay since the name may come back.
+    """
     aside = temporary_path(path)
     try:
         path.rename(aside)
@@ -58,8 +59,14 @@ def remove(path: Path) -> None:
     """Remove a file or a folder that is no step; a line in the log where the disk refuses."""
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, onerror=_unless_gone)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("%s was left behind and may be deleted: %s", path, error.strerror)
+
+
+def _unless_gone(_call: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
+    """Who gave up a save and the thread that was left to itself may remove the same at once."""
+    if not isinstance(raised[1], FileNotFoundError):
+        raise raised[1]

@@ -13,6 +13,7 @@ All ranks make the same calls. Whatever fails on one rank is raised on all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +26,8 @@ from milepost.checkpoint.diary.events import EventLog, plain_json, see_kill
 from milepost.checkpoint.litter import sweep
 from milepost.checkpoint.loading import Loader, Opened, Stateful
 from milepost.checkpoint.manifest import HF_MODEL, MANIFEST, read_manifest
-from milepost.checkpoint.pruner import Pruner
 from milepost.checkpoint.pruning import nobody_reads
+from milepost.checkpoint.pruning_in_time import PruningInTime
 from milepost.checkpoint.remote.fetching import fetch_named
 from milepost.checkpoint.remote.folder import Remote, url_of
 from milepost.checkpoint.remote.mirror import Mirror
@@ -47,7 +48,9 @@ from milepost.errors import (
 )
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 STATE_FORMAT = 1
+_BEAT = 1.0  # seconds
 FETCHED = "fetched"  # folder of a run for a step that was named by its URL
 Parts = Callable[[Path | None, int | None], Sequence[Part]]
 """From a step's folder (None: a fresh start) and the number of ranks that saved it to what is restored of it."""
@@ -112,7 +115,7 @@ class CheckpointManager:
         ]
         self._run_id = run_id
         self._attempt = attempt
-        self._pruner = Pruner(self._root, self._retention, save_timeout)
+        self._pruning = PruningInTime(self._root, self._retention, save_timeout)
         self._remote = remote
         self._mirror: Mirror | None = None
         self._report: ResumeReport | None = None
@@ -195,13 +198,22 @@ class CheckpointManager:
         Returns whether none is on its way any more."""
         return self._saver.linger(seconds)
 
-    def close(self, reason: str = "done", *, patience: float | None = None, **about: Any) -> None:
+    def close(
+        self,
+        reason: str = "done",
+        *,
+        patience: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        **about: Any,
+    ) -> None:
         """The run is over: wait for the step that is on its way, note the end in the diary, and give back what the
         manager holds. Raises, on all ranks, what kept that step from becoming durable, which then is the end that the
         diary knows; and at last, as UploadError, what kept steps from `remote`.
 
         reason, about:  what the diary is to say of the end
         patience:       most seconds in which uploads may come to their end; None: as long as they take
+        meanwhile:      called by all ranks about once a second while uploads go on. What it raises is raised, and then
+                        nothing is closed: `close` is to be called again, with what is left of the time
         """
         try:
             self._saver.close()
@@ -210,11 +222,16 @@ class CheckpointManager:
             raise
         missing: UploadError | None = None
         if self._remote is not None and not self._closed:
+            while meanwhile is not None and not on_rank_0(self._comm, self._drained):
+                meanwhile()
             try:
                 on_rank_0_at_length(self._comm, lambda: self._drain(patience))
             except UploadError as error:
                 missing = error
                 about["not_uploaded"] = str(error)
+            except MilepostError as error:
+                self._end_on(error)
+                raise
         if not self._closed:
             newest = None if self._saver.newest is None else self._saver.newest.step
             self._write_event("stop", **{"reason": reason, "step": newest, **about})
@@ -338,16 +355,23 @@ class CheckpointManager:
         if self._remote is not None:
             self._mirrored().durable(saved.step)
 
+    def _drained(self) -> bool:
+        """On rank 0: whether uploads have come to their end, good or bad."""
+        return self._mirror is None or self._mirror.drained(_BEAT)
+
     def _drain(self, patience: float | None) -> None:
         """On rank 0: all that is to be uploaded is, or has failed; what stayed for that goes."""
         if self._mirror is not None:
             try:
                 self._mirror.close(patience)
             finally:
-                self._prune({})
+                try:
+                    self._prune({})
+                except Exception as error:  # noqa: BLE001  every step is safe, whatever stays beside it
+                    _log.warning("steps that are not to stay may be left in %s: %s", self._root, error)
 
     def _prune(self, whole: dict[int, bool]) -> None:
-        self._pruner.prune(whole, nobody_reads if self._mirror is None else self._mirror.unread)
+        self._pruning.prune(whole, nobody_reads if self._mirror is None else self._mirror.unread)
 
     # A second place
 

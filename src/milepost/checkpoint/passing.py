@@ -30,7 +30,7 @@ from milepost.transfer.plan import Window, windows
 if TYPE_CHECKING:
     import torch
 
-_EXPERTS = ".experts."
+_EXPERTS = ".experts."  # in the names of Hugging Face; of its families not all have `.mlp` before it, as Megatron's do
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from milepost.checkpoint.comm import Communicator, together
 from milepost.checkpoint.files import make_directory
-from milepost.checkpoint.shared import SEEN_WITHIN
+from milepost.checkpoint.shared import seen_within
 from milepost.errors import CallError
 from milepost.wording import named_ranks
 
@@ -24,7 +24,7 @@ _PREFIX = ".probe_"
 _OLD = 3600.0  # seconds
 
 
-def probe_root(comm: Communicator, root: Path, patience: float = SEEN_WITHIN) -> None:
+def probe_root(comm: Communicator, root: Path) -> None:
     """Return if all ranks see one another's files in `root`, which is made where it is not there.
 
     Raises CallError on all ranks: it names which ranks were given which folder, or which see whose files. All ranks
@@ -47,7 +47,7 @@ def probe_root(comm: Communicator, root: Path, patience: float = SEEN_WITHIN) ->
 
     try:
         together(comm, write)
-        seen = together(comm, lambda: _wait_for(root, names, patience))
+        seen = together(comm, lambda: _wait_for(root, names, seen_within(comm.timeout_seconds)))
     finally:
         own.unlink(missing_ok=True)
     if all(len(ranks) == comm.world_size for ranks in seen):

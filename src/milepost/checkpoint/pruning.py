@@ -166,15 +166,20 @@ def drop_export(step_dir: Path) -> None:
 
 
 def pin(root: Path, marks: Marks) -> None:
-    """Mark steps of a run as to be kept, or take the mark away. Raises as `Marks.check`, and then has done nothing."""
+    """Mark steps of a run as to be kept, or take the mark away. Raises as `Marks.check`, and then has done nothing;
+    WriteError where the disk refuses."""
     places = {place.step: place.path for place in scan(root)}
     marks.check(root, places)
-    for step in marks.pin:
-        (places[step] / PIN).touch()
-    for step in marks.unpin:
-        (places[step] / PIN).unlink(missing_ok=True)
     for step in (*marks.pin, *marks.unpin):
-        sync_directory(places[step])
+        mark = places[step] / PIN
+        try:
+            if step in marks.pin:
+                mark.touch()
+            else:
+                mark.unlink(missing_ok=True)
+            sync_directory(places[step])
+        except OSError as error:
+            raise WriteError(f"{mark}: cannot be written: {disk_error(error)}") from None
 
 
 def sweepable(root: Path, *, certain: bool) -> list[str]:
@@ -187,8 +192,8 @@ def sweepable(root: Path, *, certain: bool) -> list[str]:
 def alone(root: Path) -> Iterator[bool]:
     """Hold the folder of a run against every other process. Yields whether it is certain that no run writes there.
 
-    Raises WriteError where a run is alive. A run that takes no lock (the manager in somebody's own loop) is known by
-    its diary alone, if it has one.
+    Raises WriteError where a run is alive, or the lock cannot be written. A run that takes no lock (the manager in
+    somebody's own loop) is known by its diary alone, if it has one.
     """
     locks = (root / LOCK).exists()
     with contextlib.ExitStack() as held:
@@ -197,6 +202,8 @@ def alone(root: Path) -> Iterator[bool]:
                 held.enter_context(exclusive(root, f"prune-{secrets.token_hex(4)}"))
             except WriteError as error:
                 raise WriteError(f"{root}: nothing is deleted while a run is alive there ({error})") from None
+            except OSError as error:
+                raise WriteError(f"{root / LOCK}: cannot be written: {disk_error(error)}") from None
         history = read_history(root)
         last = history.sessions[-1] if history.sessions else None
         here = locks and last is not None and last.host == socket.gethostname()

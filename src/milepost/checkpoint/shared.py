@@ -14,13 +14,21 @@ before is asked of the server, so that it is seldom waited for."""
 _LOOK = 0.05  # seconds
 
 
-def await_seen(path: Path, rank: int, size: int | None = None, *, alone: bool = False) -> None:
+def seen_within(left: float | None) -> float:
+    """Seconds in which to see what another node made, where all is given up in `left` seconds (None: never): half of
+    them at most, so that it is told what is not seen before nobody listens any more."""
+    return SEEN_WITHIN if left is None else min(SEEN_WITHIN, left / 2)
+
+
+def await_seen(
+    path: Path, rank: int, size: int | None = None, *, alone: bool = False, left: float | None = None
+) -> None:
     """Wait until this node sees what another made, with its size in bytes; a rank that is `alone` made it itself, and
-    does not wait.
+    does not wait. `left`: see `seen_within`.
 
     Raises IncompleteError where it does not come to that: the nodes do not share the folder.
     """
-    end = time.monotonic() + (0.0 if alone else SEEN_WITHIN)
+    end = time.monotonic() + (0.0 if alone else seen_within(left))
     while True:
         try:
             found = path.stat().st_size

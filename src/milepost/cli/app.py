@@ -99,10 +99,13 @@ def _terminate(number: int, _frame: object) -> NoReturn:
 
 
 def _mend_streams() -> None:
-    """Have streams though the caller closed theirs: a file of a checkpoint would get their numbers. Paths may hold
-    bytes that are no text; they leave as they came."""
-    for name in ("stdout", "stderr"):
+    """Have streams though the caller closed theirs: a file of a checkpoint would get their numbers, and with them what
+    C code and child processes print. Paths may hold bytes that are no text; they leave as they came."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(free, True)
+    os.close(free)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from milepost.engines.base import RoleFiles
+from milepost.fileio import blocks_of
 from milepost.layouts.huggingface import ADAPTER_CONFIG, CONFIG, SUBDIRECTORY, companion_files
 
 
@@ -27,8 +27,9 @@ def save_companions(files: RoleFiles, model: Any, source: Path | None, config_te
             own[ADAPTER_CONFIG] = (Path(directory) / ADAPTER_CONFIG).read_bytes()
     for path in [] if source is None else companion_files(source):
         if path.name not in own:
-            with path.open("rb") as opened, files.create(f"{SUBDIRECTORY}/{path.name}") as file:
-                shutil.copyfileobj(opened, file)
+            with files.create(f"{SUBDIRECTORY}/{path.name}") as file:
+                for block in blocks_of(path):
+                    file.write(block)
     for name, data in own.items():
         with files.create(f"{SUBDIRECTORY}/{name}") as file:
             file.write(data)

@@ -175,7 +175,7 @@ def _write_configs(model: LiveModel, written: TensorIndex, building: Path) -> No
     if not {"dtype", "torch_dtype"} & config.keys():
         config["dtype" if hasattr(module.config, "dtype") else "torch_dtype"] = None
     config = with_dtype(config, main_dtype(written), part_dtypes(written, config))
-    (building / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    (building / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if getattr(module, "generation_config", None) is not None and module.can_generate():
         module.generation_config.save_pretrained(building)
     if getattr(module, "_auto_class", None) is not None:

@@ -99,7 +99,9 @@ def check_records(
 def write_checksums(directory: Path, records: Iterable[FileRecord]) -> None:
     """Write `milepost_checksums.json`."""
     files = [asdict(record) for record in sorted(records, key=lambda record: record.path)]
-    (directory / CHECKSUMS).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n")
+    (directory / CHECKSUMS).write_text(
+        json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def read_checksums(directory: Path) -> tuple[FileRecord, ...] | None:

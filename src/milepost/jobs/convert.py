@@ -263,7 +263,7 @@ def _finish(
     write_companions(model, under_cast(model.index, options.dtype), companions)
     backend = {"sharded_backend": DIST_BACKEND, "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}
-    (building / DIST_METADATA).write_text(json.dumps(backend | common))
+    (building / DIST_METADATA).write_text(json.dumps(backend | common), encoding="utf-8")
     form = {"singleton_local_shards": False, "non_homogeneous_layers": not conversion.alike}
     state = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": form}
     (building / COMMON).write_bytes(object_archive(state))

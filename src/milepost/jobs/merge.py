@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from milepost.errors import DamagedError, WriteError
+from milepost.errors import WriteError
+from milepost.fileio import blocks_of, unreadable
 from milepost.index import DTYPES, Box, TensorEntry, TensorIndex
 from milepost.jobs.companions import files_of
 from milepost.jobs.output import EXPORT, output_directory
@@ -190,13 +190,17 @@ def export(
 
 
 def write_companions(model: HuggingFaceModel, written: TensorIndex, directory: Path) -> None:
-    """Copy the companions byte for byte; config.json too, unless it must say something else to be true."""
+    """Copy the companions byte for byte; config.json too, unless it must say something else to be true.
+
+    Raises DamagedError where one cannot be read, OSError where its copy cannot be written.
+    """
     try:
-        for path in files_of(model.companions, model.tokenizer):
-            with path.open("rb") as source, (directory / path.name).open("wb") as copy:
-                shutil.copyfileobj(source, copy)
-    except PermissionError as error:
-        raise DamagedError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        paths = files_of(model.companions, model.tokenizer)
+    except OSError as error:
+        raise unreadable(error.filename or model.companions, error) from None
+    for path in paths:
+        with (directory / path.name).open("wb") as copy:
+            copy.writelines(blocks_of(path))
     config = with_dtype(model.config, main_dtype(written), part_dtypes(written, model.config))
     if config != read_config(model.companions):
         (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -52,8 +52,11 @@ def output_directory(
     """Yield an empty directory that takes the place of `target` when the context ends well.
 
     A target with files in it is refused unless `overwrite`, and then replaced as a whole; only a directory that looks
-    like an output of this kind is replaced. Two writers of one target: the second is refused. With an error, or Ctrl-C,
-    nothing remains and the target is as it was; so it is where the process is killed.
+    like an output of this kind is replaced. Two writers of one target: the second is refused.
+
+    With an error, or Ctrl-C, nothing remains and the target is as it was. Where the process is killed the target is the
+    old one or the new one too, and what remains beside it goes with the next writing; but where the file system cannot
+    exchange two names in one step, the old one may have to wait for that under another name.
     """
     target = place_of(target)
     try:
@@ -110,12 +113,25 @@ def _clear(target: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory as far as it can be; all of it though Ctrl-C comes on the way."""
+    """Remove a directory as far as it can be; all of it though Ctrl-C comes on the way. Of what stays a line in the log
+    says so: it may be as large as a model."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+    except OSError as error:
+        say_left(directory, error)
+
+
+def say_left(directory: Path, error: OSError) -> None:
+    """Log that a directory of ours stays where nobody wants it."""
+    import logging  # noqa: PLC0415  on the way to an error, start-up time counts no more
+
+    logging.getLogger(__name__).warning("%s: could not be removed: %s; remove it by hand", directory, error.strerror)
 
 
 def _check_target(target: Path, overwrite: bool, sources: Iterable[Path], kind: Kind) -> None:

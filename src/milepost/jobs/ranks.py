@@ -33,7 +33,7 @@ from typing import Any
 
 from milepost.errors import CallError, CheckpointError, DamagedError, MilepostError, WriteError
 from milepost.jobs.checksums import FileRecord
-from milepost.jobs.output import EXPORT, Kind, output_directory, place_of
+from milepost.jobs.output import EXPORT, Kind, output_directory, place_of, say_left
 from milepost.wording import disk_error
 
 _POLL = 0.1  # seconds between two looks at the meeting
@@ -136,12 +136,15 @@ class Team:
                 if error is None:
                     self._say("committed", True)
                 self._let_go()
-                self._clear()
+                self._leave()
             else:
                 self._say(f"left-{self.rank}", True)
         except FileNotFoundError:
             if error is None:
                 raise CallError(f"rank 0 of {self.size} ended before rank {self.rank}") from None
+        except OSError as refused:
+            if error is None:
+                raise WriteError(f"{self._place}: cannot be written: {disk_error(refused)}") from None
         finally:
             self._ended.set()
 
@@ -223,7 +226,7 @@ class Team:
         """Undo what a rank did to come, where the meeting did not take place."""
         self._ended.set()
         if self.leads:
-            self._clear()
+            self._leave()
         else:
             (self._place / f"rank-{self.rank}").unlink(missing_ok=True)
             with suppress(OSError):
@@ -305,15 +308,28 @@ class Team:
             time.sleep(_POLL)
 
     def _clear(self) -> None:
-        """Remove the meeting, though ranks that came early may still be writing their names."""
+        """Remove the meeting, though ranks that came early may still be writing their names. OSError where it stays."""
+        until = time.monotonic() + _LETTING_GO
         while self._place.exists():
-            shutil.rmtree(self._place, ignore_errors=True)
+            try:
+                shutil.rmtree(self._place)
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_POLL)
+
+    def _leave(self) -> None:
+        """Remove the meeting at the end, when what was asked for is done or has failed for a reason of its own."""
+        try:
+            self._clear()
+        except OSError as error:
+            say_left(self._place, error)
 
     def _say(self, name: str, what: Any) -> None:
         """Write a file of the meeting; whoever sees it sees all of it."""
         draft = self._place / f".{name}.{self._nonce}"
-        draft.write_text(json.dumps(what))
+        draft.write_text(json.dumps(what), encoding="utf-8")
         draft.replace(self._place / name)
 
     def _read(self, name: str) -> Any:
-        return json.loads((self._place / name).read_text())
+        return json.loads((self._place / name).read_bytes())

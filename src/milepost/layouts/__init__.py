@@ -17,7 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import CallError, DamagedError, NotFoundError
+from milepost.errors import CallError, NotFoundError
+from milepost.fileio import unreadable
 from milepost.index import TensorIndex
 from milepost.layouts.base import Layout
 
@@ -47,7 +48,7 @@ class _OnDemand:
         except PermissionError:
             raise
         except OSError as error:
-            raise DamagedError(f"{error.filename or directory} cannot be read: {error.strerror or error}") from error
+            raise unreadable(error.filename or directory, error) from error
         return index
 
     def describe(self, directory: Path) -> str | None:

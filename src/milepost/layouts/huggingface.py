@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError, NotFoundError
-from milepost.fileio import open_to_read
+from milepost.fileio import open_to_read, unreadable
 from milepost.index import DTYPES, Box, ByteSource, Chunk, TensorEntry, TensorIndex, contiguous_strides
 from milepost.layouts.pickles import TensorRef
 from milepost.layouts.torchfile import TorchFile
@@ -214,6 +214,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFoundError(f"{path}: no such file; give the model's directory with --hf_model_path") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):

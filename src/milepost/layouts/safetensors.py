@@ -87,7 +87,7 @@ class SafetensorsWriter:
                 weight_map = {name: file for file, names in shards.items() for name in names}
                 total = sum(entry.nbytes for entry in tensors.values())
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+                (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             self._open = stack.pop_all()
 
     def dtype(self, name: str) -> str:

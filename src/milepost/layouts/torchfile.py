@@ -21,7 +21,7 @@ import numpy as np
 
 from milepost.crc import crc32
 from milepost.errors import DamagedError, NotFoundError, RefusedError
-from milepost.fileio import open_to_read, read_exactly
+from milepost.fileio import open_to_read, read_exactly, unreadable
 from milepost.index import Box, ByteSource, Chunk, TensorEntry, itemsize
 from milepost.layouts import pickles
 from milepost.layouts.pickles import TensorRef
@@ -79,7 +79,7 @@ class TorchFile:
         except IsADirectoryError:
             raise NotFoundError(f"{path}: is a directory, not a file") from None
         except OSError as error:
-            raise DamagedError(f"{where}: cannot be read: {error.strerror or error}") from None
+            raise unreadable(where, error) from None
         except _MALFORMED as error:
             raise DamagedError(f"{where}: not a whole torch.save archive ({error}){_hint(path)}") from None
 

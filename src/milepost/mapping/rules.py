@@ -163,7 +163,7 @@ def num_labels(config: Mapping[str, Any]) -> int:
     if isinstance(id2label, Mapping):
         return len(id2label)
     if id2label is not None:
-        raise MismatchError("config.json says of id2label what is no mapping of labels")
+        raise MismatchError(f"config.json says {id2label!r:.40} for id2label, which is to be a mapping of labels")
     return 2 if config.get("num_labels") is None else number(config, "num_labels")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from milepost.trainer.metrics import TIMING
+from milepost.trainer.stall import SAVING
 
 _NEWEST = 20
 Event = Mapping[str, Any]
@@ -28,7 +29,8 @@ def earlier_durations(events: Iterable[Event]) -> dict[str, list[float]]:
 
 def earlier_phases(events: Iterable[Event]) -> dict[str, list[float]]:
     """How long the phases of steps took, by name, in seconds, newest last, but for those that hung: what the watch over
-    them (`milepost.trainer.stall`) compares with. Metrics going out, which come after the step's line, are not there.
+    them (`milepost.trainer.stall`) compares with. What comes after the step's line is not there: metrics going out,
+    and asking after saves.
     """
     found: dict[tuple[str, Any], list[tuple[int, float]]] = defaultdict(list)
     hung = set()
@@ -44,7 +46,7 @@ def earlier_phases(events: Iterable[Event]) -> dict[str, list[float]]:
             found["testing", step].append((number, seconds))
         stall = _seconds(event.get("stall"))
         if kind == "save_durable" and stall is not None:
-            found["save_checkpoint", step].append((number, stall))
+            found[SAVING, step].append((number, stall))
     phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for (phase, step), took_at in found.items():
         if (phase, step) not in hung:

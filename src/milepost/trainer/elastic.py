@@ -34,10 +34,11 @@ _KILL_SECONDS = 10
 
 
 class AgentStopped(BaseException):
-    """The agent was asked to stop while it had no workers, or these did not end in time.
+    """The agent was asked to stop where no worker could save for it: there was none, or one had died, or they were
+    only being started; or they had the signal, and did not end in time.
 
     number:       the signal
-    had_workers:  whether these were killed
+    had_workers:  whether they had it, and were killed since they did not end in time
     """
 
     def __init__(self, number: int, *, had_workers: bool = False) -> None:
@@ -126,14 +127,18 @@ class Agent(LocalElasticAgent):
             self._shutdown(signal.SIGKILL, _KILL_SECONDS)
             raise AgentStopped(self.stopping, had_workers=True)
         # torch ends the others in the same call in which it sees that one has died.
-        if any(_ended_badly(pid) for pid in self._pids()):
+        died = any(_ended_badly(pid) for pid in self._pids())
+        if died:
             self._say(FAILED)
+        asked_before, restarts = self.stopping is not None, self._remaining_restarts
         result: RunResult = super()._monitor_workers(worker_group)
+        if died and restarts and self.stopping is not None and not asked_before:
+            raise AgentStopped(self.stopping)  # meanwhile; else they would have been started again
         return result
 
     def _say(self, why: str) -> None:
         self._closing.parent.mkdir(exist_ok=True)  # what tidies up /tmp may have taken it away from a long run
-        self._closing.write_text(why)
+        self._closing.write_text(why, encoding="utf-8")
 
     def _pids(self) -> list[int]:
         return [] if self._pcontext is None else list(self._pcontext.pids().values())

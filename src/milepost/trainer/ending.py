@@ -79,7 +79,7 @@ def crash(error: Exception, root: Path) -> int:
     file = root / f"crash_rank_{rank}.txt"
     where = f"traceback in {file}"
     try:
-        file.write_text(trace)
+        file.write_text(trace, encoding="utf-8", errors="backslashreplace")
     except OSError:
         where = "for a traceback set MILEPOST_DEBUG=1"
     said = (str(error).strip().splitlines() or [""])[0]

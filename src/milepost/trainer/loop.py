@@ -23,7 +23,7 @@ from milepost.trainer.metrics import Stopwatch
 from milepost.trainer.ranks import Ranks
 from milepost.trainer.sampler import GlobalSampler
 from milepost.trainer.schema import TrainConfig
-from milepost.trainer.stall import AGREEING, LOGGING, StallWatch
+from milepost.trainer.stall import AGREEING, LOGGING, SAVING, StallWatch
 from milepost.trainer.update import update_actor, update_critic, update_joint
 from milepost.trainer.validate import Validator
 
@@ -162,7 +162,8 @@ class PpoTrainer:
         measured: dict[str, float] = {}
 
         def save() -> None:
-            with watch.time("save_checkpoint"):
+            # An upload that failed is another step's matter: this one is saved.
+            with watch.time(SAVING), contextlib.suppress(UploadError):
                 blocking = last or not self.config.trainer.async_save
                 self.manager.save(step, self._measured(step, metrics), blocking=blocking)
             self._save_is_due = False
@@ -173,8 +174,8 @@ class PpoTrainer:
             well = self._attempt(lambda: self._hear(watch), step, last=last, in_its_place=not wanted)
             if not well and not wanted:
                 self._attempt(save, step, last=last)
-        if "save_checkpoint" in watch.seconds:
-            measured["milepost/stall_s"] = watch.seconds["save_checkpoint"]
+        if SAVING in watch.seconds:
+            measured["milepost/stall_s"] = watch.seconds[SAVING]
         if self._failed_saves:
             measured["milepost/failed_saves"] = float(self._failed_saves)
         return measured
@@ -257,7 +258,7 @@ class PpoTrainer:
         watch = Stopwatch(stalls.phase)
         saved = True
         try:
-            with watch.time("save_checkpoint"), contextlib.suppress(UploadError):
+            with watch.time(SAVING), contextlib.suppress(UploadError):
                 # An upload that failed is tried again at the end of the run, and the step is durable here.
                 self.manager.save(step, self._measured(step, self._metrics))
         except LostRankError:

@@ -10,7 +10,7 @@ import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
-from milepost.checkpoint.comm import on_rank_0
+from milepost.checkpoint.comm import on_rank_0_at_length
 from milepost.checkpoint.diary.events import EVENTS, EventLog
 from milepost.checkpoint.manager import CheckpointManager
 from milepost.checkpoint.preemption import Durations, Preemption
@@ -83,12 +83,14 @@ def build_trainer(
     # What is cheap to find wrong is looked at before models are made or loaded.
     reward = ranks.each(lambda: load_reward(config.reward.path, config.reward.reward_kwargs))
     datasets_read = ranks.each(lambda: read_datasets(config))
-    on_rank_0(ranks.comm, lambda: check_lengths(datasets_read, config, tokenizer_beforehand(config)))
+    late = _tokenizer_is_in_gguf(config)
+    if not late:
+        on_rank_0_at_length(ranks.comm, lambda: check_lengths(datasets_read, config, tokenizer_beforehand(config)))
     remote = config.trainer.remote_dir
     events = EventLog(run_directory(config) / EVENTS)
     if remote is not None and not attempt:
         # A restart need not find out again, and would wait where there is no network.
-        on_rank_0(ranks.comm, lambda: try_at_start(remote, run_directory(config), events))
+        on_rank_0_at_length(ranks.comm, lambda: try_at_start(remote, run_directory(config), events))
     policy_source, critic_source = prepare_models(config, ranks)
     tokenizer_path = config.actor_rollout_ref.model.tokenizer_path
     tokenizer = ranks.each(
@@ -97,6 +99,8 @@ def build_trainer(
             trust_remote_code=policy_source.trust_remote_code,
         )
     )
+    if late:
+        on_rank_0_at_length(ranks.comm, lambda: check_lengths(datasets_read, config, tokenizer))
     datasets = ranks.each(lambda: filtered(datasets_read, config, tokenizer))
     total_steps = training_steps(config, len(datasets.train))
     if config.actor_rollout_ref.actor.strategy == MEGATRON:
@@ -194,14 +198,14 @@ def prepare_models(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Mode
 def _directory(config: TrainConfig, ranks: Ranks, path: str | None, gguf_file: str | None) -> Path:
     if path is None:
         directory = Path(config.task.base_model_dir).expanduser()
-        on_rank_0(ranks.comm, lambda: _make_base_model(directory, config))
+        on_rank_0_at_length(ranks.comm, lambda: _make_base_model(directory, config))
         return directory
     directory = Path(path).expanduser()
     if gguf_file is None:
         return directory
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", Path(gguf_file).stem)
     target = run_directory(config) / f"{_CONVERTED}_{name}"
-    on_rank_0(ranks.comm, lambda: convert_gguf(directory, gguf_file, target))
+    on_rank_0_at_length(ranks.comm, lambda: convert_gguf(directory, gguf_file, target))
     return target
 
 
@@ -228,23 +232,29 @@ def read_datasets(config: TrainConfig) -> Datasets:
     return Datasets(train, validation)
 
 
-def tokenizer_beforehand(config: TrainConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, where it is known before models are made; None where it comes out of a GGUF file."""
+def _tokenizer_is_in_gguf(config: TrainConfig) -> bool:
+    """Whether the tokenizer is known only once a GGUF file has been converted."""
     model = config.actor_rollout_ref.model
-    if model.path is None and model.tokenizer_path is None:
+    return model.path is not None and model.gguf_file is not None and model.tokenizer_path is None
+
+
+def tokenizer_beforehand(config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, where it is known before models are made."""
+    model = config.actor_rollout_ref.model
+    path = model.path if model.tokenizer_path is None else model.tokenizer_path
+    if path is None:
         return build_tokenizer()
-    path = (None if model.gguf_file else model.path) if model.tokenizer_path is None else model.tokenizer_path
-    return None if path is None else load_tokenizer(Path(path).expanduser(), trust_remote_code=model.trust_remote_code)
+    return load_tokenizer(Path(path).expanduser(), trust_remote_code=model.trust_remote_code)
 
 
-def check_lengths(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_lengths(datasets: Datasets, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse prompts that are too long, in files whose long prompts are not left out, and among the embedded ones."""
     data = config.data
     for name, files, dataset in (
         ("data.train_files", data.train_files, datasets.train),
         ("data.val_files", data.val_files, datasets.validation),
     ):
-        if tokenizer is not None and dataset is not None and not (files and data.filter_overlong_prompts):
+        if dataset is not None and not (files and data.filter_overlong_prompts):
             check_prompts(dataset, data, tokenizer, name)
 
 

@@ -32,6 +32,7 @@ from milepost.checkpoint.preemption import (
     RESIZE,
     Durations,
     Preemption,
+    Stop,
     StopSignals,
     Terminated,
     deadline_of,
@@ -175,11 +176,9 @@ def _train(
     except BaseException as error:
         _linger(trainer)
         if events is not None:
-            # Under an agent a signal may be the death of another rank; the agent knows, and writes it. A lost rank is a
-            # kill, after which a restart goes on, and no stop.
+            # A lost rank is a kill, after which a restart goes on, and no stop.
             if isinstance(error, KeyboardInterrupt | Terminated):
-                if VERDICT_FILE not in os.environ:
-                    events.write("stop", reason="signal")
+                _note_signal(events)
             elif isinstance(error, MilepostError) and not isinstance(error, LostRankError):
                 events.write("stop", reason="error", error=str(error))
         raise
@@ -188,19 +187,35 @@ def _train(
             for logger in loggers:
                 logger.close()
     with stalls.phase(END):
-        _close(config, trainer, next_step, ending)
-    return ending
+        try:
+            return _close(config, trainer, next_step, ending)
+        except (KeyboardInterrupt, Terminated):
+            if events is not None:
+                _note_signal(events)
+            raise
 
 
-def _close(config: TrainConfig, trainer: PpoTrainer, next_step: int, ending: Stopped | None) -> None:
-    """The run is over: what is on its way arrives, and the diary has its end."""
+def _note_signal(events: EventLog) -> None:
+    """A signal breaks the run off. Under an agent it may be the death of another rank; the agent knows, and writes
+    it."""
+    if VERDICT_FILE not in os.environ:
+        events.write("stop", reason="signal")
+
+
+def _close(config: TrainConfig, trainer: PpoTrainer, next_step: int, ending: Stopped | None) -> Stopped | None:
+    """The run is over: what is on its way arrives, and the diary has its end. A stop that comes now leaves uploads to
+    the next start. Returns why the run was stopped, None where it came to its end."""
     rank = trainer.ranks.rank
     if ending is None:
         step = max(next_step - 1, trainer.total_steps)
-        trainer.manager.close(step=step)
-        if rank == 0 and step >= next_step:
-            print(done(run_directory(config), step, next(iter(trainer.models.roles))), flush=True)
-        return
+        try:
+            trainer.manager.close(step=step, meanwhile=lambda: trainer.preemption.poll(0.0))
+        except Stop as stop:
+            ending = Stopped(stop, step, saved=True)
+        else:
+            if rank == 0 and step >= next_step:
+                print(done(run_directory(config), step, next(iter(trainer.models.roles))), flush=True)
+            return None
     why = ending.why
     # Uploads get what is left until the agent ends this process.
     patience = max(0.0, config.trainer.shutdown_timeout - _TO_PART - (time.monotonic() - why.since))
@@ -211,6 +226,7 @@ def _close(config: TrainConfig, trainer: PpoTrainer, next_step: int, ending: Sto
             sys.stderr.write(f"milepost: {error}; the next start uploads it\n")
     if rank == 0 and why.reason != RESIZE:
         print(told(ending), flush=True)
+    return ending
 
 
 def _earlier(root: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -231,6 +247,7 @@ def watch_for_stalls(config: TrainConfig, ranks: Ranks) -> StallWatch:
         trainer.stall_factor,
         trainer.stall_floor,
         trainer.stall_once,
+        2 * trainer.save_timeout,  # a save may wait for the one before it
         restart=trainer.stall_action == "restart",
     )
     return StallWatch(
@@ -326,7 +343,7 @@ def _enter(root: Path, held: contextlib.ExitStack) -> tuple[str, int]:
 def _try_to_write(root: Path, config: TrainConfig) -> None:
     """Put the whole config into the run's folder: for the record, and to find out early that it cannot be written."""
     part = root / f".{CONFIG_COPY}.tmp"
-    part.write_text(config_yaml(config))
+    part.write_text(config_yaml(config), encoding="utf-8")
     part.replace(root / CONFIG_COPY)
 
 

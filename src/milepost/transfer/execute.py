@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.cast import BLOCK, Cast, cast_bits, no_warnings
-from milepost.errors import DamagedError, NotFoundError
-from milepost.fileio import read_exactly, write_exactly
+from milepost.errors import NotFoundError
+from milepost.fileio import read_exactly, unreadable, write_exactly
 from milepost.index import Bits, Box, Chunk, bits_dtype, itemsize, read_chunk
 from milepost.transfer.crew import in_threads
-from milepost.transfer.plan import Window
+from milepost.transfer.plan import MOST_PIECES, Window
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes just moved."""
 
-MOST_OPEN = 64
-"""Files that a thread keeps open to read: as many as one window has pieces (`plan.MOST_PIECES`)."""
+MOST_OPEN = 256
+"""Files that all threads together keep open to read, where a process may open four times as many."""
 
 FLUSH_BYTES = 8 << 20
 """How much a thread writes before it asks for write-back."""
@@ -66,24 +66,30 @@ class Update(Protocol):
 
 
 class OpenFiles:
-    """Read-only file descriptors of one thread, `MOST_OPEN` at most: a checkpoint of a thousand ranks has more files
-    than a process may open."""
+    """Read-only file descriptors of one of `threads` threads, its share of `MOST_OPEN` at most: a checkpoint of a
+    thousand ranks has more files than a process may open."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         self._fds: dict[str, int] = {}
+        # More than a window has pieces are of no use to a thread.
+        self._most = max(1, min(MOST_PIECES, _most_open() // threads))
 
     def fd(self, file: str) -> int:
-        """The descriptor of `file`, good until the next one is asked for."""
+        """The descriptor of `file`, good until the next one is asked for.
+
+        Raises NotFoundError where it is gone, CallError where the process or the machine may open no more files,
+        DamagedError where it cannot be read.
+        """
         fd = self._fds.get(file)
         if fd is None:
-            if len(self._fds) >= MOST_OPEN:
+            if len(self._fds) >= self._most:
                 os.close(self._fds.pop(next(iter(self._fds))))
             try:
                 fd = self._fds[file] = os.open(file, os.O_RDONLY)
             except FileNotFoundError:
                 raise NotFoundError(f"{file}: gone while it was being read") from None
             except OSError as error:
-                raise DamagedError(f"{file}: cannot be read: {error.strerror}") from None
+                raise unreadable(file, error) from None
         return fd
 
     def close(self) -> None:
@@ -97,6 +103,13 @@ class OpenFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _most_open() -> int:
+    """Files to keep open at a time: three quarters of what `ulimit -n` allows are left to the caller and to what is
+    written."""
+    allowed = os.sysconf("SC_OPEN_MAX")  # -1: no limit
+    return MOST_OPEN if allowed < 0 else min(MOST_OPEN, allowed // 4)
 
 
 def window_bytes_for(memory_limit: int, workers: int) -> int:
@@ -124,7 +137,7 @@ def execute(
     with ExitStack() as stack:
         in_threads(
             windows,
-            lambda: _Mover(sink, stack.enter_context(OpenFiles()), updates or {}).move,
+            lambda: _Mover(sink, stack.enter_context(OpenFiles(workers)), updates or {}).move,
             workers,
             (lambda _: None) if progress is None else progress,
         )

@@ -22,7 +22,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 
 from milepost.checkpoint.diary.events import EventLog
 from milepost.checkpoint.files import sync_directory
@@ -64,11 +64,14 @@ class Mirror:
         self._root = root
         self._retention = retention
         self._events = events
-        self._state = Condition()
+        # By `with self._state`, in Python, Ctrl-C could come between the lock and the block, and leave it locked.
+        self._lock = RLock()
+        self._state = Condition(self._lock)
         self._newest: int | None = None  # steps up to this number belong to this run's history
         self._up_to = 0  # what that was when the thread last looked
         self._tidy = self._retained = False
         self._uploading: int | None = None
+        self._held: set[int] = set()  # steps that were not taken up, since something of them is being deleted
         self._going: set[int] = set()  # steps of which something is being deleted
         self._sent: dict[str, set[str]] = {}  # of a step that was cut off: its files that have arrived
         self._there: set[int] = set()
@@ -104,7 +107,7 @@ class Mirror:
     def unread(self, step: int) -> Iterator[bool]:
         """Have a step for oneself, to delete it or a part of it: while this is open it is not taken up. Yields False
         where it is being read in this moment. Waits for nothing: what hangs while this is open holds up nobody."""
-        with self._state:
+        with self._lock:
             free = step != self._uploading
             if free:
                 self._going.add(step)
@@ -112,29 +115,35 @@ class Mirror:
             yield free
         finally:
             if free:
-                with self._state:
+                with self._lock:
                     self._going.discard(step)
 
     def check(self) -> None:
         """Raise what went wrong since the last call. The step is safe here, and is tried again with the next one."""
-        with self._state:
+        with self._lock:
             errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
 
-    def close(self, patience: float | None = None) -> None:
-        """Wait until all has been uploaded, or has failed, or `patience` seconds have passed; raises UploadError where
-        something has not been uploaded."""
-        with self._state:
-            self._closing = self._woken = True
-            self._state.notify()
+    def drained(self, patience: float | None) -> bool:
+        """No step comes any more: wait until all has been uploaded, or has failed, or `patience` seconds have passed;
+        whether it has. May be called again."""
+        with self._lock:
+            if not self._closing:  # else what has failed would be tried once more at each call
+                self._closing = self._woken = True
+                self._state.notify()
             thread = self._thread
         if thread is not None:
             thread.join(patience)
-        with self._state:
+        return thread is None or not thread.is_alive()
+
+    def close(self, patience: float | None = None) -> None:
+        """`drained`; raises UploadError where something has not been uploaded."""
+        drained = self.drained(patience)
+        with self._lock:
             errors, self._errors = self._errors, []
             number = self._uploading
-        if thread is not None and thread.is_alive():
+        if not drained:
             which = "steps were" if number is None else f"step {number} is durable in {self._root}, but was"
             why = "" if not errors else f" ({errors[-1]})"
             failure = UploadError(f"{which} not uploaded to {self.remote} in the time that was left{why}")
@@ -144,7 +153,7 @@ class Mirror:
             raise errors[-1]
 
     def _start(self, newest: int, durable: Collection[int] = ()) -> None:
-        with self._state:
+        with self._lock:
             self._newest = max(newest, self._newest or 0)
             self._awaited.update(durable)
             self._woken = True
@@ -155,40 +164,44 @@ class Mirror:
 
     def _run(self) -> None:
         while True:
-            with self._state:
+            with self._lock:
                 self._state.wait_for(lambda: self._woken)
                 self._woken = False
                 closing = self._closing
             self._upload_all()
-            with self._state:
+            with self._lock:
                 if closing and not self._woken:
                     return
 
     def _upload_all(self) -> None:
-        step: DiskStep | None = None
+        number: int | None = None
         try:
             while (step := self._next()) is not None:
+                number = step.step
                 self._upload(step)
+                number = None
+            if self._closing and self._held:
+                number = max(self._held)
+                raise WriteError("the file system has not come to the end of a deletion in it")
             self._retain()
             self._failed = False
             return
         except Exception as error:  # noqa: BLE001  raised by who asks
-            number = None if step is None else step.step
-            which = "steps were" if step is None else f"step {number} is durable in {self._root}, but was"
+            which = "steps were" if number is None else f"step {number} is durable in {self._root}, but was"
             why = error if isinstance(error, MilepostError | OSError) else repr(error)  # a fault of a program
             failure = UploadError(f"{which} not uploaded to {self.remote}: {why}")
         finally:
-            with self._state:
+            with self._lock:
                 self._uploading = None
         self._write_event("upload_failed", step=number, error=str(failure))
         _log.warning("%s; it is tried again with the next step", failure)
-        with self._state:
+        with self._lock:
             self._errors.append(failure)
             self._failed = True
 
     def _next(self) -> DiskStep | None:
         """The newest step that is here and to stay, and is not there; it is held until its upload has ended."""
-        with self._state:
+        with self._lock:
             self._up_to = self._newest or 0
             awaited = frozenset(self._awaited)
         if not self._tidy:
@@ -204,22 +217,24 @@ class Mirror:
         if self._retention.policy is not None:  # to know more of what is there takes requests
             everywhere: list[Step] = [*here.values(), *(there[number] for number in there.keys() - here.keys())]
             kept = {decision.step for decision in decide(everywhere, self._retention.policy) if decision.kept}
+        self._held = set()
         for number in sorted((here.keys() & kept) - self._there, reverse=True):
             step = here[number]
             if number in there and same_step(step.path, there[number]):
                 self._arrived(there[number])
             elif step.whole:
                 # Nothing that waits for the network or the disk is done under the lock: saves wait for it.
-                with self._state:
+                with self._lock:
                     if number in self._going:
+                        self._held.add(number)
                         continue
                     self._uploading = number
                 if step.path.exists():  # retention may just have taken it
                     return step
-        with self._state:
+        with self._lock:
             self._uploading = None
             left_out = awaited - self._there - here.keys()
-            self._awaited -= awaited
+            self._awaited -= awaited - self._held
         for number in sorted(left_out):
             self._write_event("upload_skipped", step=number, why="newer steps went first, and it is no longer kept")
             _log.warning("step %s was not uploaded: newer steps went first, and it is no longer kept here", number)

@@ -14,7 +14,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Condition
+from threading import Lock
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ class PagePool:
         self._slabs: list[tuple[mmap.mmap, torch.Tensor]] = []
         self._free: list[Page] = []
         self._made = 0
-        self._returned = Condition()
+        # Plain locks: Ctrl-C, which breaks off who waits for a page, may leave a Condition locked.
+        self._lock = Lock()
+        self._waiting: list[Lock] = []  # held; each is let go once a page is given back
 
     @property
     def nbytes(self) -> int:
@@ -70,27 +72,30 @@ class PagePool:
         asked = False
         most = min(bound for bound in (self._most, within, sys.maxsize) if bound is not None)
         while True:
-            with self._returned:
+            with self._lock:
                 if self._made - len(self._free) < most:
                     if not self._free:
                         self._grow(most)
                     return self._free.pop()
-                if asked:
-                    if not self._returned.wait(seconds):
-                        return None
-                    continue
-            asked = True
-            full()
+                returned = Lock()
+                returned.acquire()
+                self._waiting.append(returned)
+            if not asked:
+                asked = True
+                full()
+            if not returned.acquire(timeout=-1 if seconds is None else seconds):
+                return None
 
     def give(self, page: Page) -> None:
         """Give a page back. Any thread may."""
-        with self._returned:
+        with self._lock:
             self._free.append(page)
-            self._returned.notify()
+            while self._waiting:
+                self._waiting.pop().release()
 
     def close(self) -> None:
         """Give the memory back to the system. No page is in use."""
-        with self._returned:
+        with self._lock:
             self._free.clear()
             self._made = 0
             for _, tensor in self._slabs:

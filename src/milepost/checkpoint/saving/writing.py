@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 
 import xxhash
 
@@ -176,7 +176,9 @@ class Crew:
         self._workers = workers
         self._held = held
         self._threads: list[Thread] = []
-        self._news = Condition()
+        # By `with self._news`, in Python, Ctrl-C could come between the lock and the block, and leave it locked.
+        self._lock = RLock()
+        self._news = Condition(self._lock)  # only workers, to whom no signal comes, wait for it
         self._files: list[OutFile] = []
         self._writes: deque[tuple[OutFile, Piece, int]] = deque()
         self._flushes: deque[OutFile] = deque()
@@ -189,14 +191,14 @@ class Crew:
     def open(self, path: Path) -> OutFile:
         """A new file. Raises OSError."""
         file = OutFile(path)
-        with self._news:
+        with self._lock:
             self._files.append(file)
             self._unfinished += 1
         return file
 
     def add(self, file: OutFile, piece: Piece) -> None:
         """The next piece of a file. Raises CrewFailedError where it would never be written."""
-        with self._news:
+        with self._lock:
             if self._stopped:
                 piece.done()
                 raise CrewFailedError
@@ -207,13 +209,13 @@ class Crew:
 
     def end(self, file: OutFile) -> None:
         """All pieces of a file have been added."""
-        with self._news:
+        with self._lock:
             file.ended = True
             self._end_if_written(file)
 
     def call(self, act: Callable[[], None]) -> None:
         """Something else that must be done before the step is written: called by one of the workers."""
-        with self._news:
+        with self._lock:
             if self._stopped:
                 raise CrewFailedError
             self._calls.append(act)
@@ -231,7 +233,7 @@ class Crew:
     def wait(self) -> None:
         """Return once all that was added is done. Nothing more is added. `failure` says whether it went well."""
         self.release()
-        with self._news:
+        with self._lock:
             self._all_added = True
             self._news.notify_all()
         for thread in self._threads:
@@ -239,13 +241,13 @@ class Crew:
 
     def unfinished(self) -> Path | None:
         """The file, of those that are not on the disk yet, that was begun first."""
-        with self._news:
+        with self._lock:
             return self._files[0].path if self._files else None
 
     def abandon(self, seconds: float = 3.0) -> None:
         """Stop: what was not written yet will not be, and all files are closed. A thread that the file system does not
         answer so long is left to itself."""
-        with self._news:
+        with self._lock:
             self._stop()
         end = time.monotonic() + seconds
         for thread in self._threads:
@@ -261,13 +263,13 @@ class Crew:
             try:
                 act()
             except BaseException as error:  # noqa: BLE001  raised by who waits
-                with self._news:
+                with self._lock:
                     self.failure = self.failure or Failure(path, error)
                     self._stop()
 
     def _next(self) -> tuple[Path | None, Callable[[], None]] | None:
         """What to do now; waits until there is something. None: nothing ever again."""
-        with self._news:
+        with self._lock:
             while True:
                 if self._stopped or (self._all_added and not self._unfinished):
                     self._news.notify_all()
@@ -292,7 +294,7 @@ class Crew:
         except BaseException:
             piece.done()
             raise
-        with self._news:
+        with self._lock:
             file.busy = False
             file.writing += 1
             if self._stopped:
@@ -306,7 +308,7 @@ class Crew:
             file.write(piece, offset)
         finally:
             piece.done()
-        with self._news:
+        with self._lock:
             file.writing -= 1
             self._end_if_written(file)
 
@@ -317,7 +319,7 @@ class Crew:
 
     def _flush(self, file: OutFile) -> None:
         file.flush()
-        with self._news:
+        with self._lock:
             self._files.remove(file)
         self._finished()
 
@@ -326,7 +328,7 @@ class Crew:
         self._finished()
 
     def _finished(self) -> None:
-        with self._news:
+        with self._lock:
             self._unfinished -= 1
             self._news.notify_all()
 

@@ -9,10 +9,11 @@ of its tensor are first looked at, since only it says at which byte the elements
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from milepost.errors import DamagedError
 from milepost.index import OPTIMIZER_PREFIX, Chunk, TensorEntry, TensorIndex
@@ -21,6 +22,7 @@ from milepost.layouts.dcp.metadata import Span, StoredTensor, holds_dcp, read_co
 from milepost.layouts.dcp.names import name_tensors, top_parts
 from milepost.layouts.dcp.shards import holds_shards, read_shards
 from milepost.layouts.inert import TensorRef
+from milepost.layouts.lazy import LazyChunks
 from milepost.layouts.torchfile import TorchFile
 
 
@@ -126,53 +128,25 @@ def _open(directory: Path) -> TensorIndex:
 
 
 def _entry(stored: StoredTensor) -> TensorEntry:
-    return TensorEntry(stored.dtype, stored.shape, _Chunks(stored))
+    return TensorEntry(stored.dtype, stored.shape, LazyChunks(partial(_chunks, stored), len(stored.boxes)))
 
 
 def _archive(span: Span) -> TorchFile:
     return TorchFile(span.file, (span.start, span.length))
 
 
-class _Chunks(Sequence[Chunk]):
-    """The chunks of one tensor; their headers are read when the first of them is looked at."""
-
-    __slots__ = ("_chunks", "_stored")
-
-    def __init__(self, stored: StoredTensor) -> None:
-        self._stored = stored
-        self._chunks: tuple[Chunk, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self._stored.boxes)
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
-        return self._read()[index]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._read())
-
-    def _read(self) -> tuple[Chunk, ...]:
-        if self._chunks is None:
-            self._chunks = tuple(self._chunk(n) for n in range(len(self)))
-        return self._chunks
-
-    def _chunk(self, number: int) -> Chunk:
-        box, span = self._stored.boxes[number], self._stored.spans[number]
+def _chunks(stored: StoredTensor) -> Iterator[Chunk]:
+    """The chunks of one tensor. Reads the header of each."""
+    for box, span in zip(stored.boxes, stored.spans, strict=True):
         file = _archive(span)
         ref = file.root
-        if not isinstance(ref, TensorRef) or (ref.dtype, ref.shape) != (self._stored.dtype, box.sizes):
+        if not isinstance(ref, TensorRef) or (ref.dtype, ref.shape) != (stored.dtype, box.sizes):
             held = f"{ref.dtype}{list(ref.shape)}" if isinstance(ref, TensorRef) else "no tensor"
             raise DamagedError(
-                f"{span}: holds {held} where .metadata says {self._stored.dtype}{list(box.sizes)}; "
+                f"{span}: holds {held} where .metadata says {stored.dtype}{list(box.sizes)}; "
                 "the files are of different saves"
             )
-        return file.chunk(ref, box.offsets)
+        yield file.chunk(ref, box.offsets)
 
 
 class _Objects(Mapping[str, Any]):

@@ -31,11 +31,14 @@ from milepost.layouts.inert import TensorRef
 from milepost.layouts.megatron.files import RankFile
 from milepost.layouts.megatron.recovered import (
     ALIGNMENT,
+    FROZEN,
     MASTER,
     MOMENTS,
     Parameter,
     Recovered,
     States,
+    aligned,
+    by_type,
     counted,
     cut,
     is_master,
@@ -107,45 +110,51 @@ def _states(file: TorchFile, rank: RankFile) -> States | str:
             return f"has {len(buffers)} buffers, for a model whose parameters take {len(groups)}"
         for parameters, (types, buffer) in zip(groups, buffers, strict=True):
             placed = _placed(file, rank, parameters, buffer)
-            if placed is None:
-                return (
-                    f"holds a buffer {types} whose numbers are in no order of the parameters of {rank.file.path.name} "
-                    "that Megatron is known to write"
-                )
+            if isinstance(placed, str):
+                return f"holds a buffer {types} {placed}"
             found |= placed
     return found
 
 
 def _groups(rank: RankFile, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Those of each buffer: of one chunk and one element type, types in the order in which they first occur."""
-    groups: dict[tuple[int, str], list[Parameter]] = {}
-    for stage in range(len(rank.chunks)):
-        for parameter in parameters:
-            if parameter[0] == stage:
-                groups.setdefault((stage, rank.chunks[stage][parameter[1]].dtype), []).append(parameter)
-    return list(groups.values())
+    """Those of each buffer, chunk by chunk of the model."""
+    of_chunks = ([p for p in parameters if p[0] == number] for number in range(len(rank.chunks)))
+    return [group for own in of_chunks for group in by_type(own, lambda p: rank.chunks[p[0]][p[1]].dtype)]
 
 
 def _placed(
     file: TorchFile, rank: RankFile, parameters: Sequence[Parameter], buffer: Any
-) -> Mapping[Parameter, Mapping[str, TensorRef]] | None:
-    """Each parameter's part of a buffer, in the first order that has the right size and the right values."""
+) -> Mapping[Parameter, Mapping[str, TensorRef]] | str:
+    """Each parameter's part of a buffer, where the right size and the right values tell it; else what of the buffer
+    does not."""
     total = buffer.get("numel_unpadded") if isinstance(buffer, dict) else None
     if total is None or not all(_is_flat(buffer.get(kind), total) for kind in _KINDS):
         raise DamagedError(f"{file.path}: a buffer without {', '.join(_KINDS)} of numel_unpadded={total} elements")
     refs = [rank.chunks[stage][name] for stage, name in parameters]
+    fitting: dict[tuple[int, ...], None] = {}
     for alignment, bucket, tied in itertools.product((ALIGNMENT, 1), _buckets(rank), (False, True)):
         alone = [tied and name in _TIED for _, name in parameters]
         starts, end = layout([math.prod(ref.shape) for ref in refs], alone, alignment, bucket)
-        if end != total:
-            continue
-        masters = [cut(buffer[MASTER], start, ref) for start, ref in zip(starts, refs, strict=True)]
-        if all(is_master(file, master, rank.file, ref) for master, ref in zip(masters, refs, strict=True)):
-            return {
-                parameter: {kind: cut(buffer[kind], start, ref) for kind in _KINDS}
-                for parameter, start, ref in zip(parameters, starts, refs, strict=True)
-            }
-    return None
+        if end == total:
+            fitting[tuple(starts)] = None
+    proved = [
+        starts
+        for starts in fitting
+        if all(
+            is_master(file, cut(buffer[MASTER], start, ref), rank.file, ref)
+            for start, ref in zip(starts, refs, strict=True)
+        )
+    ]
+    if not proved:
+        said = f"whose numbers are in no order of the parameters of {rank.file.path.name}"
+        return f"{said} that Megatron is known to write, {FROZEN}"
+    if len(proved) > 1:
+        said = f"that several orders of the parameters of {rank.file.path.name} fit"
+        return f"{said}, and which is the right one is told by nothing"
+    return {
+        parameter: {kind: cut(buffer[kind], start, ref) for kind in _KINDS}
+        for parameter, start, ref in zip(parameters, proved[0], refs, strict=True)
+    }
 
 
 def _is_flat(value: Any, total: Any) -> bool:
@@ -171,7 +180,7 @@ def layout(sizes: Sequence[int], alone: Sequence[bool], alignment: int, bucket: 
     base = reached = 0  # where the bucket begins, and what is in it
     filled = False
     for number in reversed(range(len(sizes))):
-        reached = -(-reached // alignment) * alignment
+        reached = aligned(reached, alignment)
         if alone[number] and filled:
             base, reached, filled = base + reached, 0, False
         starts[number] = base + reached

@@ -18,6 +18,7 @@ from typing import Any
 from milepost.layouts.inert import TensorRef
 from milepost.layouts.megatron.files import RankFile
 from milepost.layouts.megatron.recovered import (
+    FROZEN,
     MASTER,
     MOMENTS,
     Parameter,
@@ -46,7 +47,7 @@ def read_numbered(ranks: Sequence[RankFile]) -> Recovered:
             if own is None:
                 return Recovered(
                     unread=f"optimizer state: {rank.file.path} numbers its parameters, in no order of its model that "
-                    "Megatron is known to write"
+                    f"Megatron is known to write, {FROZEN}"
                 )
             states |= own
             counts |= set(_counts(rank.file, saved))

@@ -11,16 +11,17 @@ A dist checkpoint has the same in `common.pt` and in its shards (`DistObjects`).
 
 from __future__ import annotations
 
+import itertools
 import re
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from milepost.errors import DamagedError, IncompleteError
-from milepost.index import Box, ByteSource, Chunk, TensorEntry, moment_name
+from milepost.index import TensorEntry, moment_name
 from milepost.layouts.inert import TensorRef
+from milepost.layouts.megatron.recovered import agreed, count_entry
 from milepost.layouts.megatron.shares import SHARES, Share, joined, shares_of
 from milepost.layouts.torchfile import TorchFile
 
@@ -187,7 +188,8 @@ class DistObjects(Mapping[str, Any]):
         """What was saved of each optimizer besides its tensors: in `common.pt`, and of `dp_reshardable` in an object
         of each group of ranks. The mapping with `param_groups` lies one level deeper where the optimizer is
         distributed, in the first of two where experts have their own."""
-        for found in (self._common().get("optimizer"), *map(self._objects.__getitem__, self._of_groups())):
+        of_groups = (self._objects[name] for name in self._objects if _GROUP_KEY.fullmatch(name))
+        for found in itertools.chain((self._common().get("optimizer"),), of_groups):
             inner = found[0] if isinstance(found, list) and found else found
             for key in (0, "optimizer"):
                 if isinstance(inner, dict) and isinstance(inner.get(key), dict):
@@ -195,21 +197,21 @@ class DistObjects(Mapping[str, Any]):
             if isinstance(inner, dict):
                 yield inner
 
-    def _of_groups(self) -> list[str]:
-        return [name for name in self._objects if _GROUP_KEY.fullmatch(name)]
-
     def _common(self) -> Mapping[str, Any]:
         found = self._objects.get("common")
         return found if isinstance(found, dict) else {}
 
-    def steps(self, weights: Collection[str], common: Path) -> dict[str, TensorEntry]:
-        """The count of the optimizer's steps for each weight that has moments: one number for all of them."""
-        counts = {count for optimizer in self._optimizers() for count in _counts(optimizer)}
-        if len(counts) != 1:
-            return {}
-        source = ByteSource(str(common), 0, (), struct.pack("<f", counts.pop()))
-        entry = TensorEntry("float32", (), (Chunk(Box((), ()), source),))
-        return {moment_name(name, "step"): entry for name in weights}
+    def steps(self, weights: Collection[str], common: Path) -> dict[str, TensorEntry] | str:
+        """The count of the optimizer's steps for each weight that has moments, or why it is not known: one number for
+        all of them."""
+        try:
+            counts = {count for optimizer in self._optimizers() for count in _counts(optimizer)}
+        except DamagedError as error:
+            return f"optimizer state: the steps that it has counted cannot be read: {error}"
+        steps = agreed(counts)
+        return (
+            steps if isinstance(steps, str) else {moment_name(n, "step"): count_entry(common, steps) for n in weights}
+        )
 
     def __iter__(self) -> Iterator[str]:
         yield from self._objects
@@ -224,9 +226,7 @@ def _counts(optimizer: Mapping[str, Any]) -> set[float]:
     state, groups = optimizer.get("state"), optimizer.get("param_groups")
     whole = optimizer.get("step", state.get("common_step") if isinstance(state, dict) else None)
     of_groups = [group.get("step") for group in groups or () if isinstance(group, dict)]
-    return {
-        float(count) for count in ([of_groups] if whole is None else [[whole]])[0] if isinstance(count, int | float)
-    }
+    return {float(count) for count in (of_groups if whole is None else [whole]) if isinstance(count, int | float)}
 
 
 def _plain(path: Path) -> Any:

@@ -48,13 +48,13 @@ class Order:
 
     fused:         the norm before attention is a part of the linear layer after it, as Transformer Engine has it
     latent_fused:  the norms inside of multi-latent attention are, too
-    experts:       `EACH`: one expert after the other; `MATRICES`: the first matrices of all, then the second ones;
+    grouping:      `EACH`: one expert after the other; `MATRICES`: the first matrices of all, then the second ones;
                    `TURNED`: each of these as one parameter, in which the matrices lie turned (GroupedMLP)
     """
 
     fused: bool
     latent_fused: bool
-    experts: str
+    grouping: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Region:
     box: Box
     turned: bool = False
 
-    def placed(self, part: Chunk) -> Chunk:
+    def of_weight(self, part: Chunk) -> Chunk:
         """A part of the parameter inside of this region, as a part of the weight."""
         dims = len(self.chunk.box.sizes) - self.lead
         low = [a - b for a, b in zip(part.box.offsets, self.box.offsets, strict=True)][-dims:]
@@ -88,7 +88,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class RankParameter:
     """A parameter of one rank: its shape, element type, and the boxes of weights that it is made of."""
 
     shape: Shape
@@ -111,7 +111,7 @@ class Parameter:
             for region in self.regions:
                 shared = box.intersect(region.box)
                 if shared is not None:
-                    yield region, region.placed(Chunk(box, source).narrow(shared, dtype))
+                    yield region, region.of_weight(Chunk(box, source).narrow(shared, dtype))
             at += box.volume
 
 
@@ -157,18 +157,18 @@ class RankModels:
         rests = {rest for _, _, rest in self.pieces}
         fused = (True, False) if any(r.startswith("self_attention.linear_qkv.") for r in rests) else (False,)
         latent = (True, False) if any(r.startswith("self_attention.linear_kv_up_proj.") for r in rests) else (False,)
-        experts = (MATRICES, EACH, TURNED) if self.experts else (EACH,)
-        return [Order(*choice) for choice in itertools.product(fused, latent, experts)]
+        grouping = (MATRICES, EACH, TURNED) if self.experts else (EACH,)
+        return [Order(*choice) for choice in itertools.product(fused, latent, grouping)]
 
-    def ends(self, names: Sequence[str], tp: int) -> list[Parameter]:
+    def ends(self, names: Sequence[str], tp: int) -> list[RankParameter]:
         """Those of these tensors that there are."""
         return [self._parameter((None, None, name), tp) for name in names if (None, None, name) in self.pieces]
 
-    def front(self, tp: int) -> list[Parameter]:
+    def front(self, tp: int) -> list[RankParameter]:
         """What a first stage begins with."""
         return self.ends(_FRONT, tp)
 
-    def back(self, tp: int, *, copies: bool) -> list[Parameter]:
+    def back(self, tp: int, *, copies: bool) -> list[RankParameter]:
         """What a last stage ends with, but for layers that predict further tokens.
 
         copies: the embedding lies on another stage, so where that is the output layer too, this one holds a copy
@@ -176,39 +176,39 @@ class RankModels:
         own = self.ends(_END, tp)
         return own or (self.ends(_FRONT[:1], tp) if copies else [])
 
-    def final_norm(self, tp: int) -> list[Parameter]:
+    def final_norm(self, tp: int) -> list[RankParameter]:
         """What follows the last layer."""
         return self.ends(_BACK, tp)
 
-    def layer(self, number: int, tp: int, order: Order, part: str, experts: range) -> list[Parameter]:
+    def layer(self, number: int, tp: int, order: Order, part: str, experts: range) -> list[RankParameter]:
         """A layer's parameters on one rank. Numbers below 0 are the layers that predict further tokens, from -1 down.
 
         part:     `ALL`, `DENSE` (all but the experts), or `EXPERTS` alone
         experts:  those that an expert-parallel rank holds
         """
         keys = self._inside.get(number, ())
-        placed = sorted((_place(key[2], order), key) for key in keys if key[1] is None and part != EXPERTS)
-        among = _place(_ROUTED, order)
+        dense = sorted((_position(key[2], order), key) for key in keys if key[1] is None and part != EXPERTS)
+        among = _position(_ROUTED, order)
         own = [key for key in keys if key[1] is not None and key[1] in experts and part != DENSE]
         return [
-            *(self._parameter(key, tp) for place, key in placed if place < among),
+            *(self._parameter(key, tp) for position, key in dense if position < among),
             *self._experts(own, tp, order),
-            *(self._parameter(key, tp) for place, key in placed if place > among),
+            *(self._parameter(key, tp) for position, key in dense if position > among),
         ]
 
-    def _experts(self, keys: Sequence[Key], tp: int, order: Order) -> Iterator[Parameter]:
-        if order.experts == EACH:
+    def _experts(self, keys: Sequence[Key], tp: int, order: Order) -> Iterator[RankParameter]:
+        if order.grouping == EACH:
             for key in sorted(keys, key=lambda key: (key[1], key[2].replace("bias", "z"))):
                 yield self._parameter(key, tp)
             return
         for rest in sorted({key[2] for key in keys}, key=lambda rest: rest.replace("bias", "z")):
             of_all = [self._parameter(key, tp) for key in sorted(keys, key=lambda key: key[1] or 0) if key[2] == rest]
-            if order.experts == TURNED and len(of_all[0].shape) == 2:
+            if order.grouping == TURNED and len(of_all[0].shape) == 2:
                 yield _turned(of_all)
             else:
                 yield from of_all
 
-    def _parameter(self, key: Key, tp: int) -> Parameter:
+    def _parameter(self, key: Key, tp: int) -> RankParameter:
         pieces = self.pieces[key]
         ranks = self.tp if key[1] is None else self.etp
         own = pieces if len(pieces) == 1 else pieces[tp % ranks :: ranks]
@@ -219,14 +219,13 @@ class RankModels:
             regions.append(Region(piece.name, piece.chunk, piece.lead, Box(corner[: len(sizes)], sizes)))
             reached += sizes[0] if sizes else 0
         first = own[0].sizes
-        return Parameter((reached, *first[1:]) if first else (), self.dtypes[key], tuple(regions))
+        return RankParameter((reached, *first[1:]) if first else (), self.dtypes[key], tuple(regions))
 
 
 def rank_models(weights: Mapping[str, TensorEntry]) -> RankModels | str:
     """What the ranks held, or why that cannot be told."""
     pieces: dict[Key, list[_Piece]] = {}
     dtypes: dict[Key, str] = {}
-    layers = further = experts = 0
     for name, entry in weights.items():
         if name.endswith(NO_PARAMETERS):
             continue
@@ -236,28 +235,46 @@ def rank_models(weights: Mapping[str, TensorEntry]) -> RankModels | str:
             key = layer, expert, half[1] if half else rest
             pieces.setdefault(key, []).append(_Piece(name, half[2] if half else "", chunk, lead))
             dtypes[key] = entry.dtype
-            layers, further = max(layers, (layer or 0) + 1 if layer is not None else 0), max(further, -(layer or 0))
-            experts = max(experts, 0 if expert is None else expert + 1)
     if (None, None, EMBEDDING) not in pieces:
         return "no embedding lies beside it"
     for held in pieces.values():
         held.sort(key=lambda piece: (piece.half == "v", piece.chunk.box.offsets))
+    layers = [layer for layer, _, _ in pieces if layer is not None]
+    experts = [expert for _, expert, _ in pieces if expert is not None]
     tp = len(pieces[None, None, EMBEDDING])
     second = [len(held) for key, held in pieces.items() if key[1] is not None and key[2] == "linear_fc2.weight"]
     etp = max(second, default=1)
-    inside: dict[int | None, list[Key]] = {}
     for key, held in pieces.items():
-        ranks = tp if key[1] is None else etp
-        if len(held) > 1 and len(held) % ranks:
-            return f"{held[0].name} lies in {len(held)} boxes, which are not those of {ranks} tensor-parallel ranks"
-        if len(held) > ranks and any(p.sizes[1:] != held[0].sizes[1:] or not p.sizes for p in held):
-            return f"{held[0].name} lies in boxes that no rank's parameter is made of"
-        if key[0] is None and key[2] not in (*_FRONT, *_BACK, *_END):
-            return f"where {held[0].name} stands in a model of Megatron's is not known"
-        if key[0] is not None and key[1] is None and _place(key[2], Order(False, False, EACH))[0] < 0:
-            return f"where {held[0].name} stands in a layer of Megatron's is not known"
+        reason = _fault(key, held, tp if key[1] is None else etp)
+        if reason:
+            return reason
+    inside: dict[int | None, list[Key]] = {}
+    for key in pieces:
         inside.setdefault(key[0], []).append(key)
-    return RankModels(pieces, dtypes, layers, further, experts, tp, etp, inside)
+    return RankModels(
+        pieces,
+        dtypes,
+        layers=1 + max((-1, *layers)),
+        further=-min((0, *layers)),
+        experts=1 + max((-1, *experts)),
+        tp=tp,
+        etp=etp,
+        _inside=inside,
+    )
+
+
+def _fault(key: Key, held: Sequence[_Piece], ranks: int) -> str | None:
+    """Why it cannot be told what each of so many tensor-parallel ranks held of a parameter, and where that stands."""
+    layer, expert, rest = key
+    if len(held) > 1 and len(held) % ranks:
+        return f"{held[0].name} lies in {len(held)} boxes, which are not those of {ranks} tensor-parallel ranks"
+    if len(held) > ranks and any(p.sizes[1:] != held[0].sizes[1:] or not p.sizes for p in held):
+        return f"{held[0].name} lies in boxes that no rank's parameter is made of"
+    if layer is None and rest not in (*_FRONT, *_BACK, *_END):
+        return f"where {held[0].name} stands in a model of Megatron's is not known"
+    if layer is not None and expert is None and _position(rest, Order(False, False, EACH))[0] < 0:
+        return f"where {held[0].name} stands in a layer of Megatron's is not known"
+    return None
 
 
 def _cells(name: str, entry: TensorEntry) -> Iterator[Chunk]:
@@ -292,12 +309,12 @@ def _cell(name: str, offsets: Shape) -> tuple[int | None, int | None, str, int]:
     return layer, offsets[lead], expert[2], lead + 1
 
 
-def _place(rest: str, order: Order) -> tuple[int, int]:
+def _position(rest: str, order: Order) -> tuple[int, int]:
     """Where a parameter stands in its layer; below 0 where that is not known."""
-    for place, pattern in enumerate(_patterns(order.fused, order.latent_fused)):
+    for position, pattern in enumerate(_patterns(order.fused, order.latent_fused)):
         match = pattern.fullmatch(rest)
         if match is not None:
-            return place, 1 if match[1] == "bias" else 0
+            return position, 1 if match[1] == "bias" else 0
     return -1, 0
 
 
@@ -325,7 +342,7 @@ def _patterns(fused: bool, latent_fused: bool) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(name) for name in (*before, *inner, r"final_layernorm\.(weight|bias)"))
 
 
-def _turned(matrices: Sequence[Parameter]) -> Parameter:
+def _turned(matrices: Sequence[RankParameter]) -> RankParameter:
     """The same matrix of all experts as one parameter [experts, columns, rows]: the halves of a gated one side by
     side."""
     rows, columns = matrices[0].shape
@@ -334,4 +351,4 @@ def _turned(matrices: Sequence[Parameter]) -> Parameter:
         for region in matrix.regions:
             box = Box((number, 0, region.box.offsets[0]), (1, columns, region.box.sizes[0]))
             regions.append(replace(region, box=box, turned=True))
-    return Parameter((len(matrices), columns, rows), matrices[0].dtype, tuple(regions))
+    return RankParameter((len(matrices), columns, rows), matrices[0].dtype, tuple(regions))

@@ -11,18 +11,19 @@ The index has Megatron's names; what they mean and how parts are joined is the m
 A dist checkpoint is a torch DCP folder (`layouts.dcp.reader`), so its tensors are whole. Optimizer state that is laid
 out like the weights becomes `optim/<name>/<moment>`: `exp_avg`, `exp_avg_sq`, and `param`, the optimizer's own copy of
 a weight in float32, which Megatron writes as `param` or `fp32_param`; before 0.16 flattened (`flattened`).
-Buckets of data-parallel ranks name no weights and are given back to them (`buckets`); what cannot be leaves a reason in
-`unread`.
+Buckets of data-parallel ranks name no weights and are given back to them (`buckets`); what cannot be, or is damaged,
+leaves a reason in `unread`: the weights are read all the same.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from milepost.errors import DamagedError, IncompleteError
 from milepost.index import TensorEntry, TensorIndex, moment_name
 from milepost.layouts.dcp.metadata import holds_dcp
 from milepost.layouts.dcp.reader import DcpLayout
@@ -73,13 +74,14 @@ class MegatronLayout:
         objects = DistObjects(_Objects(commons, [index.objects for index in opened]))
         entries = {name: entry for index in opened for name, entry in index.items()}
         moved = [name for name in entries if moment_name(name, "exp_avg") in entries]
+        steps = objects.steps(moved, commons[-1]) if moved and commons else {}
         return TensorIndex(
-            entries | (objects.steps(moved, commons[-1]) if moved and commons else {}),
+            entries if isinstance(steps, str) else entries | steps,
             self.name,
             tuple(path for index in opened for path in index.files),
             max(index.world_size for index in opened),
             objects,
-            tuple(line for index in opened for line in index.unread),
+            (*(line for index in opened for line in index.unread), *([steps] if isinstance(steps, str) else [])),
             tuple(line for index in opened for line in index.skipped),
         )
 
@@ -118,7 +120,7 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
     entries: dict[str, TensorEntry] = {}
     flattened: dict[str, dict[str, TensorEntry]] = {}
     buckets: dict[str, TensorEntry] = {}
-    flat = shapeless = 0
+    flat = 0
     for key, entry in index.items():
         match = _MOMENT.fullmatch(key)
         if match is not None:
@@ -133,22 +135,14 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
             flat += 1
         elif not _STATE.fullmatch(key):
             entries[key] = entry
-    for name, kinds in flattened.items():
-        found = unflattened(kinds, weights[name])
-        shapeless += len(kinds) if found is None else 0
-        entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
     extra = sum(1 for key in index.objects if _EXTRA.fullmatch(key))
     flat += sum(1 for key in index.objects if _GATHERED.fullmatch(key))
-    unread: list[str] = []
-    state = read_buckets(buckets, weights) if buckets else {}
-    if isinstance(state, str):
-        unread.append(f"{len(buckets)} buckets of optimizer state, which name no weights: {state}; {_NAMING}")
-    else:
-        entries |= {moment_name(name, kind): entry for name, kinds in state.items() for kind, entry in kinds.items()}
+    of_flattened, unread = _unflattened(flattened, weights)
+    of_buckets, why = _of_buckets(buckets, weights, index.objects)
+    entries |= of_flattened | of_buckets
+    unread += why
     if flat:
         unread.append(f"{flat} parts of optimizer state in a form that names no weights; {_NAMING}")
-    if shapeless:
-        unread.append(f"{shapeless} tensors of optimizer state whose shapes or values are not those of their weights")
     return TensorIndex(
         entries,
         MegatronLayout.name,
@@ -158,6 +152,42 @@ def _open_dist(index: TensorIndex, weights: Mapping[str, TensorEntry]) -> Tensor
         tuple(unread),
         extra_state_lines(extra),
     )
+
+
+def _unflattened(
+    flattened: Mapping[str, Mapping[str, TensorEntry]], weights: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The moments of weights whose parts were flattened, and why some are none."""
+    entries: dict[str, TensorEntry] = {}
+    unlike = damaged = 0
+    said = ""
+    for name, kinds in flattened.items():
+        try:
+            found = unflattened(kinds, weights[name])
+        except (DamagedError, IncompleteError) as error:
+            damaged, said = damaged + len(kinds), said or str(error)
+            continue
+        unlike += len(kinds) if found is None else 0
+        entries |= {moment_name(name, kind): entry for kind, entry in (found or {}).items()}
+    unread = []
+    if unlike:
+        unread.append(f"{unlike} tensors of optimizer state whose shapes or values are not those of their weights")
+    if damaged:
+        unread.append(f"{damaged} tensors of optimizer state cannot be read: {said}")
+    return entries, unread
+
+
+def _of_buckets(
+    buckets: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], objects: Iterable[str]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The moments in buckets, and why there are none."""
+    try:
+        state = read_buckets(buckets, weights, objects) if buckets else {}
+    except (DamagedError, IncompleteError) as error:
+        return {}, [f"{len(buckets)} buckets of optimizer state cannot be read: {error}"]
+    if isinstance(state, str):
+        return {}, [f"{len(buckets)} buckets of optimizer state, which name no weights: {state}; {_NAMING}"]
+    return {moment_name(name, kind): entry for name, kinds in state.items() for kind, entry in kinds.items()}, []
 
 
 def _is_other(key: str) -> bool:

@@ -7,19 +7,19 @@
 
 The order of the parameters is the model's, which its file has, changed by rules of Megatron's. That the rules are the
 ones by which a file was written is not believed but proved: the optimizer's float32 copy of each parameter, rounded to
-the weight's element type, must be the weight. What does not pass is left, with a reason.
+the weight's element type, must be the weight. What does not pass is left, with a reason; so is what passes in two ways.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,13 +30,16 @@ from milepost.layouts.megatron.files import RankFile
 from milepost.layouts.megatron.numbers import is_expert
 from milepost.layouts.torchfile import TorchFile
 
+Given = TypeVar("Given")
 MASTER = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_PARAMETERS = ("_extra_state", "expert_bias", "tokens_per_expert")
 """How the names end of what a model holds besides its parameters."""
 ALIGNMENT = 64
 """Elements: each parameter begins at a multiple of them in a flat buffer."""
-_SAMPLE = 4096  # elements that are compared at each end of a parameter
+_SAMPLE = 4096  # elements that are compared at a place
+FROZEN = "or some of these were frozen, and such have no state"
+"""What else may be the reason where no order fits."""
 
 Parameter = tuple[int, str]
 """A chunk of a rank's model, and a name in it."""
@@ -72,10 +75,16 @@ class Recovered:
 
 def counted(states: Mapping[int, tuple[TorchFile, States]], counts: set[float]) -> Recovered:
     """States with the count of steps that all files agree on."""
+    steps = agreed(counts)
+    return Recovered(unread=steps) if isinstance(steps, str) else Recovered(states, steps)
+
+
+def agreed(counts: set[float]) -> float | str:
+    """The one count of steps, or why there is none."""
     if len(counts) == 1:
-        return Recovered(states, counts.pop())
+        return next(iter(counts))
     said = "different counts" if counts else "no count"
-    return Recovered(unread=f"optimizer state: the files of the ranks have {said} of its steps, which AdamW needs")
+    return f"optimizer state: the files of the ranks have {said} of its steps, which AdamW needs"
 
 
 def count_entry(path: Path, steps: float) -> TensorEntry:
@@ -106,6 +115,19 @@ def optimizers_of(rank: RankFile) -> list[tuple[int | None, Mapping[str, Any]]]:
     several = isinstance(found, list)
     numbered = enumerate(found if isinstance(found, list) else [found])
     return [(number if several else None, saved) for number, saved in numbered if isinstance(saved, dict)]
+
+
+def aligned(element: int, to: int = ALIGNMENT) -> int:
+    """The first element from `element` on at which a parameter may begin: a multiple of `to`."""
+    return -(-element // to) * to
+
+
+def by_type(parameters: Iterable[Given], dtype: Callable[[Given], str]) -> list[list[Given]]:
+    """Those of each buffer of a chunk of the model: of one element type, types in the order in which they occur."""
+    groups: dict[str, list[Given]] = {}
+    for parameter in parameters:
+        groups.setdefault(dtype(parameter), []).append(parameter)
+    return list(groups.values())
 
 
 def cut(flat: TensorRef, start: int, like: TensorRef) -> TensorRef:

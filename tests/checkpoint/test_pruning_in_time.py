@@ -44,8 +44,8 @@ def test_a_deletion_that_hangs_holds_up_no_save_and_no_upload(
         assert "still does not answer" in said[1]
     finally:
         answers.set()
-    assert run.manager._pruner._deleting is not None
-    assert run.manager._pruner._deleting.wait(60)
+    assert run.manager._pruning._deleting is not None
+    assert run.manager._pruning._deleting.wait(60)
     run.train(5)
     run.manager.close()
     assert steps(tmp_path) == [5]

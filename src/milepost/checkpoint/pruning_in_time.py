@@ -22,8 +22,8 @@ The other ranks train on meanwhile, and their collectives wait for this one: NCC
 _log = logging.getLogger(__name__)
 
 
-class Pruner:
-    """Deletes what retention lets go; on rank 0, one call at a time.
+class PruningInTime:
+    """Deletes what retention lets go, and is waited for no longer than `patience`; on rank 0, one call at a time.
 
     Args:
         root: the run's folder.
