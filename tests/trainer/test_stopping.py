@@ -347,7 +347,7 @@ return 0.5
 
 @pytest.mark.parametrize(("name", "ranks", "status"), [("SIGTERM", 2, 75), ("SIGINT", 1, 130)])
 def test_a_signal_while_the_last_step_is_uploaded_is_a_stop(
-    model: Path, tmp_path: Path, name: str, ranks: int, status: int, capfd: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, name: str, ranks: int, status: int
 ) -> None:
     """To a rank that uploads nothing; and a Ctrl-C, which unwinds."""
     pytest.importorskip("fsspec")
@@ -361,7 +361,6 @@ def test_a_signal_while_the_last_step_is_uploaded_is_a_stop(
     if name == "SIGTERM":
         assert (stop["signal"], stop["step"], stop["saved"]) == (name, 1, True)
         assert "step 1 is durable in" in stop["not_uploaded"]
-        assert "stopped on SIGTERM, step 1 is saved; the same command goes on" in capfd.readouterr().out
 
 
 def test_a_step_that_made_up_for_a_failed_save_has_though_an_upload_failed() -> None:
