@@ -190,8 +190,7 @@ class PpoTrainer:
         in_its_place:  whether this step is about to be saved for the one that was not
         """
         try:
-            with contextlib.suppress(UploadError):
-                act()
+            act()
         except EarlierStepError as error:  # this step is saved
             if not last and self.config.trainer.on_save_error == "raise":
                 raise
@@ -221,8 +220,8 @@ class PpoTrainer:
             sys.stderr.write(f"milepost: after step {step} a save failed: {error}{what_now}\n")
 
     def _hear(self, watch: Stopwatch) -> None:
-        """Take note of the steps that have become durable."""
-        with watch.time("poll_saves"):
+        """Take note of the steps that have become durable. Uploads that failed are another matter: see `_attempt`."""
+        with watch.time("poll_saves"), contextlib.suppress(UploadError):
             for saved in self.manager.poll():
                 self.durations.add("save", saved.seconds)
                 self._saved.append(saved)
@@ -271,8 +270,7 @@ class PpoTrainer:
                 sys.stderr.write(f"milepost: stopped on {stop.words}, but {error}\n")
             saved = False
         if saved:
-            with contextlib.suppress(UploadError):
-                self._hear(watch)
+            self._hear(watch)
             self._log_saved(loggers, stalls)
         return Stopped(stop, step, saved=saved)
 
